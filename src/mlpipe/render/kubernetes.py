@@ -77,7 +77,7 @@ def stage_objects(plan: Plan) -> list[Json]:
     template = worker_template(plan, cluster, pod_labels, config, first)
     _queue_pod(template, name, cluster, plan)
     if form == "indexed-job":
-        objects.append(_service(plan, name, cluster, own))
+        objects.append(_service(name, cluster, own))
     if cluster.volcano_queue is not None:
         group = {"minMember": plan.launch.num_machines, "queue": cluster.volcano_queue}
         objects.append(
@@ -149,7 +149,7 @@ def _head(version: str, kind: str, name: str, cluster: ClusterPlan, own: dict[st
     return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 
-def _service(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str]) -> Json:
+def _service(name: str, cluster: ClusterPlan, own: dict[str, str]) -> Json:
     """Headless: only names. Before the pods are ready too, since they meet before they are."""
     selector = {key: own[key] for key in (names.RUN, names.STAGE, names.ATTEMPT)}
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}

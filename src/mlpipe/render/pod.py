@@ -149,8 +149,6 @@ def coordinator_template(plan: Plan, cluster: ClusterPlan, labels: Json, config:
         shm_bytes=2**20,
         disk_bytes=DRIVER_DISK_REQUEST_BYTES,
         gpus_per_node=0,
-        gpu_product=None,
-        sharing_label=None,
         gpu_claims=None,
         rdma=None,
         network=None,

@@ -151,7 +151,7 @@ def test_gpus_by_claims() -> None:
     assert (config["kind"], template["kind"]) == ("ConfigMap", "ResourceClaimTemplate")
     (request,) = template["spec"]["spec"]["devices"]["requests"]
     assert request["exactly"]["deviceClassName"] == "gpu.nvidia.com"
-    assert request["exactly"]["count"] == 8
+    assert (request["exactly"]["allocationMode"], request["exactly"]["count"]) == ("ExactCount", 8)
     assert request["exactly"]["selectors"] == [
         {"cel": {"expression": "device.attributes['gpu.nvidia.com'].productName == 'NVIDIA H100 80GB HBM3'"}}
     ]

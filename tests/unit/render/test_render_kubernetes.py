@@ -399,10 +399,17 @@ def test_volcano_places_a_group_of_its_own() -> None:
     assert pod_of(jobset)["schedulerName"] == "volcano"
     annotations = job_of(jobset)["template"]["metadata"]["annotations"]
     assert annotations["scheduling.k8s.io/group-name"] == group["metadata"]["name"]
+    two = "[{nodes: 2, gpus_per_node: 8, gpu: H100-80GB}, {nodes: 2, gpus_per_node: 8, gpu: A100-80GB}]"
+    of_groups = pipeline_of("llm", f"train.resources={two}", "kubernetes.volcano_queue=q")
+    _, group, jobset = stage_objects(plan_of(of_groups, "train"))
+    jobs = [one["template"]["spec"]["template"]["metadata"] for one in jobset["spec"]["replicatedJobs"]]
+    names = [metadata["annotations"]["scheduling.k8s.io/group-name"] for metadata in jobs]
+    assert names == [group["metadata"]["name"]] * 2
 
 
 def test_the_driver_of_one_stage() -> None:
-    plan = quickstart()
+    patch = "{target: {kind: Pod, component: driver, stage: train}, strategic: {spec: {hostname: d}}}"
+    plan = quickstart("train", f"kubernetes.patches=[{patch}]")
     cluster = cluster_of(plan)
     (whole,) = driver_objects(RUN_ID, plan.store_url, cluster, stage=None, spec_digest="d", seal="TEXT:SET")
     (alone,) = driver_objects(
@@ -411,6 +418,7 @@ def test_the_driver_of_one_stage() -> None:
     assert whole["metadata"]["name"] != alone["metadata"]["name"]
     assert pod_of(alone)["containers"][0]["args"][-2:] == ["--stage", "train"]
     assert alone["metadata"]["labels"]["mlpipe.dev/stage"] == "train"
+    assert [pod_of(found).get("hostname") for found in (whole, alone)] == [None, "d"]
     assert pod_of(whole)["restartPolicy"] == "Never"
     assert whole["spec"]["backoffLimit"] > 50
     assert "podFailurePolicy" not in whole["spec"]  # it would keep a lost node's driver from being replaced
@@ -456,6 +464,31 @@ def test_a_patch_of_the_driver_is_the_drivers_alone() -> None:
         jobs = [one["template"] for one in last["spec"].get("replicatedJobs", ())] or [last]
         assert [job["spec"]["template"]["spec"].get("hostname") for job in jobs] == ["worker"] * len(jobs)
     assert pod_of(replica_object(of_llm, 7))["hostname"] == "worker"
+
+
+def test_a_patch_that_takes_annotations_away_leaves_the_digest() -> None:
+    patch = "{target: {kind: ConfigMap}, strategic: {metadata: {annotations: null}}}"
+    config, _ = stage_objects(quickstart("train", f"kubernetes.patches=[{patch}]"))
+    assert config["metadata"]["annotations"] == {SPEC_DIGEST: object_digest(config)}
+
+
+def test_where_replicas_meet_nothing_is_there_of_their_devices() -> None:
+    overrides = (
+        "train.resources.nodes=1..2",
+        "train.strategy=fsdp",
+        "network.profile=infiniband",
+        "kubernetes.queue=q",
+        "kubernetes.topology={preferred: block, inner: rack}",
+    )
+    _, coordinator, *replicas = stage_objects(plan_of(pipeline_of("llm", *overrides), "train"))
+    (container,) = pod_of(coordinator)["containers"]
+    assert container["resources"]["requests"].keys() == {"cpu", "memory", "ephemeral-storage"}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert "affinity" not in pod_of(coordinator)
+    for replica in replicas:
+        annotations = job_of(replica)["template"]["metadata"]["annotations"]
+        assert annotations["kueue.x-k8s.io/podset-preferred-topology"] == "block"
+        assert "kueue.x-k8s.io/podset-slice-size" not in annotations
 
 
 def test_one_replica_is_the_very_object_that_all_of_them_are() -> None:
@@ -608,6 +641,10 @@ def test_one_claim_in_two_places_is_one_volume() -> None:
         {"name": "claim-0", "mountPath": "/b", "readOnly": True},
         {"name": "claim-1", "mountPath": "/c"},
     ]
+    spec = pod_of(stage_objects(quickstart("train", "kubernetes.cache={claim: c, sub_path: s}"))[-1])
+    assert {"name": "cache", "persistentVolumeClaim": {"claimName": "c"}} in spec["volumes"]
+    mount = {"name": "cache", "mountPath": "/mlpipe/cache", "subPath": "s"}
+    assert mount in spec["containers"][0]["volumeMounts"]
 
 
 def test_a_plan_that_no_configmap_takes_is_refused() -> None:

@@ -95,7 +95,7 @@ class World:
         return Slots(cpus=1, gpus=0)
 
     def check(self, plan: Plan) -> None:
-        pass
+        assert plan.stage == "a"
 
     def start(self, plan: Plan, scratch: Path) -> Stage:
         self.found.append(list(scratch.iterdir()))
@@ -133,6 +133,7 @@ def test_a_timeout_counts_from_the_start_whichever_driver_looks(world: World) ->
     adopted = Stage(world.clock, hears="cancelled")
     assert world.adopted(adopted, after=TIMEOUT - 5).state == "failed"
     assert adopted.told[0][1] - world.began == pytest.approx(5, abs=1)
+    assert list(world.scratch.iterdir()) == []
 
 
 def test_a_stage_whose_stored_plan_was_changed_is_not_adopted_and_goes_on(world: World) -> None:
@@ -150,14 +151,18 @@ def test_a_request_to_cancel_is_heard_once_the_store_is_back(
     asked = iter([StoreError("away", kind="infrastructure"), None, "by hand"])
 
     def request(store: Any, run_id: str) -> str | None:
+        assert run_id == "run"
         answer = next(asked)
         if isinstance(answer, StoreError):
             raise answer
         return answer
 
     monkeypatch.setattr("mlpipe.submit.dag_runner.runs.cancel_requested", request)
-    state = world.walk(stage := Stage(world.clock, hears="cancelled"))
-    assert (state.state, state.message) == ("cancelled", "by hand")
+    said = set()
+    stage = Stage(world.clock, hears="cancelled")
+    state = world.walk(stage, watch=lambda state: said.add(state.stages["a"].message))
+    assert (state.state, state.message, world.stop.kind) == ("cancelled", "by hand", "cancelled")
+    assert said == {"", "saved at step 7"}
     assert [word for word, _ in stage.told] == ["terminate"]
     assert 2 <= stage.told[0][1] - world.began < 10  # a look a second
 
