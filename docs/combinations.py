@@ -145,9 +145,10 @@ def page(note: str) -> str:
 {note.format("mlpipe.spec's rules and the marks of tests/torch")}
 
 Each axis of the [mesh](../how-to/model-parallelism.md), of two, with each other axis and with what else a
-training may say, of mlpipe's own models if nothing else is said. `tested`: a test has trained them together
-and compared what came of it with a training that has them not. `accepted`: no rule refuses it, and no test
-trains this very pair. `no`: `mlpipe validate` refuses it with the file's line; the reason stands below.
+training may say, of mlpipe's own models if nothing else is said. `tested`: a test has trained them together,
+or computed a step's gradients, and compared what came of it with a training that has them not. `accepted`: no
+rule refuses it, and no test trains this very pair. `no`: `mlpipe validate` refuses it with the file's line;
+the reason stands below.
 
 ## Axes
 

@@ -45,16 +45,23 @@ MIXES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "cp fsdp, ring": (Mesh(dp_shard=2, cp=2), {"context_exchange": "ring"}),
     "cp tp": (Mesh(cp=2, tp=2), {}),
     "cp tp, ring": (Mesh(cp=2, tp=2), {"context_exchange": "ring"}),
+    "tp fsdp, zero2": (Mesh(dp_shard=2, tp=2), {"strategy": "zero2"}),
+    "cp fsdp, zero2": (Mesh(dp_shard=2, cp=2), {"strategy": "zero2"}),
+    "ep, zero2": (Mesh(dp_shard=4, ep=2), {"experts": True, "strategy": "zero2"}),
     "ep": (Mesh(dp_shard=4, ep=2), {"experts": True}),
     "ep hsdp": (Mesh(dp_replicate=2, dp_shard=2, ep=2), {"experts": True}),
-    "pp fsdp, 1f1b": (Mesh(pp=2, dp_shard=2), {"schedule": "1f1b"}),
+    **{f"pp fsdp, {name}": (Mesh(pp=2, dp_shard=2), {"schedule": name}) for name in list(BLOCKS)[:3]},
+    "pp fsdp, zero2": (Mesh(pp=2, dp_shard=2), {"schedule": "1f1b", "strategy": "zero2"}),
+    "pp ep, gpipe": (Mesh(pp=2, dp_shard=2, ep=2), {"schedule": "gpipe", "experts": True}),
+    "pp ep, interleaved": (Mesh(pp=2, dp_shard=2, ep=2), {"schedule": "interleaved", "experts": True}),
+    "pp cp, gpipe": (Mesh(pp=2, cp=2), {"schedule": "gpipe"}),
     "pp cp, zero_bubble": (Mesh(pp=2, cp=2), {"schedule": "zero_bubble"}),
     "pp cp, ring": (Mesh(pp=2, cp=2), {"schedule": "1f1b", "context_exchange": "ring"}),
     **{f"pp ddp, {name}": (Mesh(pp=2, dp_replicate=2), {"schedule": name}) for name in BLOCKS},
     **{f"pp tp, {name}": (Mesh(pp=2, tp=2), {"schedule": name}) for name in BLOCKS},
 }  # fmt: skip
 EXPERTS = MoeConfig(
-    **{**vars(plans.CONFIG), **SIZES, "num_layers": 2}, num_experts=4, experts_per_token=2,
+    **{**vars(plans.CONFIG), **SIZES}, num_experts=4, experts_per_token=2,
     num_shared_experts=1, balance_rate=0.0,
 )  # fmt: skip
 

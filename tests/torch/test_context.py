@@ -323,6 +323,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
                 Mesh(cp=2),
                 steps=6,
                 activation_checkpointing="full",
+                offload="all",
                 micro_batch=4,
                 accumulation=4,
             ),
@@ -385,7 +386,7 @@ def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str) -> 
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-5, msg=name)
 
 
-@pytest.mark.combines("cp", "activation_checkpointing full", "accumulation")
+@pytest.mark.combines("cp", "activation_checkpointing full", "accumulation", "offload *")
 @pytest.mark.combines("cp", "activation_checkpointing selective")
 @pytest.mark.combines("cp", "dp_replicate", "strategy zero1")
 @pytest.mark.combines("cp", "tp", "dp_shard")

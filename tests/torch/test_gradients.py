@@ -24,6 +24,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.combines("pp", "dp_replicate", "pipeline *")
+@pytest.mark.combines("pp", "tp", "pipeline *")
+@pytest.mark.combines("pp", "dp_shard", "pipeline gpipe")
+@pytest.mark.combines("pp", "dp_shard", "pipeline interleaved")
+@pytest.mark.combines("pp", "cp", "pipeline gpipe")
+@pytest.mark.combines("pp", "cp", "pipeline 1f1b")
+@pytest.mark.combines("pp", "ep", "pipeline gpipe")
+@pytest.mark.combines("pp", "ep", "pipeline interleaved")
+@pytest.mark.combines("tp", "strategy zero2")
+@pytest.mark.combines("cp", "strategy zero2")
+@pytest.mark.combines("pp", "strategy zero2")
+@pytest.mark.combines("ep", "strategy zero2")
 @pytest.mark.parametrize("mix", MIXES)
 def test_gradients_are_those_of_one_process_in_fp64(found: dict[str, float], mix: str) -> None:
     """Along tp the loss, whose logits are split, is in fp32."""

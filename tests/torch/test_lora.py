@@ -118,6 +118,7 @@ def trained(tmp_path_factory) -> tuple[Path, dict[str, Plan]]:
             micro_batch=4,
             accumulation=4,
         ),
+        "cp": plan_of(folder, "cp", "single", 2, ALL, mesh=Mesh(cp=2)),
         "tp again": plan_of(folder, "moving", "single", 5, ALL, attempt=3, mesh=Mesh(tp=2)),
         "dora whole": plan_of(folder, "dora-whole", "zero1", 3, DORA),
         "dora begun": plan_of(folder, "dora", "ddp", 2, DORA),
@@ -163,13 +164,15 @@ def loss_of(plan: Plan, model: Llama, step: int) -> float:
 @pytest.mark.combines("dp_shard", "adapter lora", "resume under another mesh")
 @pytest.mark.combines("tp", "adapter lora", "resume under another mesh")
 @pytest.mark.combines("pp", "adapter lora", "resume under another mesh")
+@pytest.mark.combines("cp", "adapter lora")
 def test_strategies_agree_and_a_checkpoint_goes_on_under_another(trained):
     """From ddp to shards, from parts of layers to stages and back."""
     expected = losses(trained, "fsdp")
     assert losses(trained, "zero1") == pytest.approx(expected[:3], rel=1e-5)
     for axis, steps in {"tp": slice(0, 2), "pp": slice(2, 4), "tp again": slice(4, 5)}.items():
         assert losses(trained, axis) == pytest.approx(expected[steps], rel=1e-5)
-    assert losses(trained, "begun") == pytest.approx(expected[:2], rel=1e-5)
+    for name in ("begun", "cp"):
+        assert losses(trained, name) == pytest.approx(expected[:2], rel=1e-5), name
     assert losses(trained, "half") == pytest.approx(expected[2:4], rel=1e-5)
     assert expected[4] < expected[0] - 0.05
     whole = losses(trained, "dora whole")

@@ -20,7 +20,7 @@ from torch import nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.plan.plan import EmaPlan, Entry, OptimizerPlan, ParameterGroup, Plan
+from mlpipe.plan.plan import EmaPlan, Entry, Mesh, OptimizerPlan, ParameterGroup, PipelinePlan, Plan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.export import export_checkpoint
@@ -567,7 +567,8 @@ def test_values_are_clipped_as_torch_clips_them() -> None:
 # -- under every strategy -------------------------------------------------------------------------
 
 STEPS, SAVED = 6, 3
-WORLDS: dict[int, tuple[Any, ...]] = {1: ("single",), 2: ("ddp", "zero1"), 4: ("fsdp", "hsdp")}
+AXES = {"pp": Mesh(pp=2), "tp": Mesh(tp=2), "cp": Mesh(cp=2)}
+WORLDS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "zero1", *AXES), 4: ("fsdp", "hsdp")}
 # of losses: a rounding is another sign to Lion, another bf16 value to Muon, another code to 8 bits
 TOLERANCE = {
     "adamw": 1e-5,
@@ -582,12 +583,14 @@ TOLERANCE = {
 GROUPS = (ParameterGroup("*layernorm*", 2.0, 0.05), ParameterGroup("embed*", lr_scale=0.5))
 
 
-def training(folder: Path, name: str, strategy: Any, world_size: int, **changes: Any) -> Plan:
-    """With groups, an average, a schedule, and clipping by value or norm."""
+def training(folder: Path, name: str, way: Any, world_size: int, **changes: Any) -> Plan:
+    """With groups, an average, a schedule, and clipping by value or norm. `way`: a strategy, or an axis."""
     tokens = folder / "tokens"
+    if way == "pp":
+        changes |= {"pipeline": PipelinePlan("1f1b", (1, 1)), "micro_batch": 8, "accumulation": 2}
     plan = plans.train_plan(
-        folder / "store", tokens, strategy=strategy, world_size=world_size, steps=STEPS, every=SAVED,
-        run_id=f"{name}-{strategy}-{world_size}", **changes,
+        folder / "store", tokens, strategy="single" if way in AXES else way, world_size=world_size,
+        mesh=AXES.get(way), steps=STEPS, every=SAVED, run_id=f"{name}-{way}-{world_size}", **changes,
     )  # fmt: skip
     config = replace(plans.CONFIG, dim=32, ffn_dim=48, num_heads=2, num_kv_heads=2)
     train: Any = plan.work
@@ -611,7 +614,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, P
     plans.write_tokens(folder / "tokens")
     found: dict[str, Plan] = {}
     for world_size, strategies in WORLDS.items():
-        made = [training(folder, name, one, world_size) for name in OPTIMIZERS for one in strategies]
+        made = [
+            training(folder, name, one, world_size)
+            for name, optimizer in OPTIMIZERS.items()
+            for one in strategies
+            if one not in optimizer.uncut and (one != "tp" or not optimizer.block)
+        ]
         plans.run_together(made, folder / f"world-{world_size}")
         found |= {plan.run_id: plan for plan in made}
     return folder / "store", found
@@ -639,6 +647,12 @@ def contents(store: Path, plan: Plan) -> dict[str, torch.Tensor]:
 
 @pytest.mark.combines("dp_replicate", "optimizer *", "ema")
 @pytest.mark.combines("dp_shard", "optimizer *", "ema")
+@pytest.mark.combines("pp", "optimizer *", "ema")
+@pytest.mark.combines("cp", "optimizer *", "ema")
+@pytest.mark.combines("tp", "optimizer adamw", "ema")
+@pytest.mark.combines("tp", "optimizer sgd")
+@pytest.mark.combines("tp", "optimizer lion")
+@pytest.mark.combines("tp", "optimizer schedule_free_adamw")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_all_strategies_agree(trained: Any, name: str) -> None:
     """In losses, in the average of the weights, and in which tensors there are."""

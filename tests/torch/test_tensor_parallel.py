@@ -21,15 +21,15 @@ from mlpipe.train.slices import Slice, keep_slice
 
 pytestmark = pytest.mark.torch
 
-STEPS = 8
-CHAIN = (Mesh(tp=2), Mesh(dp_shard=2, tp=2), Mesh(), Mesh(dp_replicate=2, tp=2))  # two steps each
+STEPS, SHORT = 20, 8
+CHAIN = (Mesh(tp=2), Mesh(dp_shard=2, tp=2), Mesh(), Mesh(dp_replicate=2, tp=2))  # five steps each
 VALIDATE = ValidatePlan(STEPS, 2000, (MetricPlan("accuracy"), MetricPlan("perplexity")))
 BASE: dict[str, Any] = {"model": plans.model_plan(tied=False), "validate": VALIDATE}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Plan]]]:
-    """Plans of a training by one rank, by two, and of one that goes on under another mesh every two steps."""
+    """Plans of a training by one rank, two and four, and of one whose mesh changes every five steps."""
     folder = tmp_path_factory.mktemp("tensor")
     tokens = plans.write_tokens(folder / "tokens")
 
@@ -41,22 +41,25 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
         )  # fmt: skip
 
     chain = [
-        plan("chain", mesh, steps=2 * number, attempt=number) for number, mesh in enumerate(CHAIN, start=1)
+        plan("chain", mesh, steps=5 * number, attempt=number, shard_optimizer=mesh.dp_replicate > 1)
+        for number, mesh in enumerate(CHAIN, start=1)
     ]
     alone = plan("alone", Mesh())
+    tied: Any = {"model": plans.model_plan(), "steps": SHORT}
     two = [
         plan("two", CHAIN[0]),
-        plan("tied", CHAIN[0], model=plans.model_plan(), activation_checkpointing="full", micro_batch=4),
-        plan("low", CHAIN[0], precision="bf16", activation_checkpointing="selective"),
+        plan("tied", CHAIN[0], **tied, activation_checkpointing="full", micro_batch=4, offload="all"),
+        plan("low", CHAIN[0], steps=SHORT, precision="bf16", activation_checkpointing="selective"),
     ]
-    tied_alone = plan("tied-alone", Mesh(), model=plans.model_plan())
+    sharded = plan("sharded", CHAIN[1])
+    tied_alone = plan("tied-alone", Mesh(), **tied)
     plans.run_together([*two, chain[0]], folder / "two")
-    plans.run_together([chain[1]], folder / "chain-on-four")
+    plans.run_together([sharded, chain[1]], folder / "four")
     plans.run_together([alone, tied_alone, chain[2]], folder / "one")
-    plans.run_together([chain[3]], folder / "chain-on-four-again")
+    plans.run_together([chain[3]], folder / "four-again")
     killed = plan("killed", CHAIN[0], **plans.dying())
     plans.launch_dying(killed, folder / "store", folder / "killed")
-    found = {one.run_id: [one] for one in (alone, *two, killed)}
+    found = {one.run_id: [one] for one in (alone, *two, sharded, killed)}
     return folder / "store", found | {"chain": chain, "tied-alone": [tied_alone]}
 
 
@@ -71,11 +74,15 @@ def weights(trained: Any, run: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.combines("tp", "dp_shard", "resume under another mesh", "optimizer adamw")
-@pytest.mark.combines("tp", "dp_replicate", "resume under another mesh")
-@pytest.mark.combines("tp", "activation_checkpointing full", "accumulation")
-@pytest.mark.parametrize(("run", "other"), [("two", "alone"), ("chain", "alone"), ("tied", "tied-alone")])
+@pytest.mark.combines("tp", "dp_replicate", "resume under another mesh", "strategy zero1")
+@pytest.mark.combines("tp", "activation_checkpointing full", "accumulation", "offload *")
+@pytest.mark.parametrize(
+    ("run", "other"),
+    [("two", "alone"), ("sharded", "alone"), ("chain", "alone"), ("tied", "tied-alone")],
+)
 def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str, other: str) -> None:
-    """Also with recomputed blocks, in accumulated microbatches, and where the mesh changes on the way."""
+    """Also with recomputed blocks, whose inputs and the optimizer wait on the host, in accumulated
+    microbatches, and where the mesh changes on the way."""
     assert losses(trained, run) == pytest.approx(losses(trained, other), rel=1e-5)
     found, expected = weights(trained, run), weights(trained, other)
     assert found.keys() == expected.keys()
@@ -85,7 +92,7 @@ def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str, oth
 
 @pytest.mark.combines("tp", "precision bf16", "activation_checkpointing selective")
 def test_bf16_means_the_same(trained: Any) -> None:
-    assert losses(trained, "low") == pytest.approx(losses(trained, "alone"), rel=1e-2)
+    assert losses(trained, "low") == pytest.approx(losses(trained, "alone")[:SHORT], rel=1e-2)
 
 
 @pytest.mark.combines("tp", "kill of a worker", "deterministic")

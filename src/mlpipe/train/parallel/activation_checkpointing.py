@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -27,6 +28,11 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+# FSDP names what it does for the experts inside of a block, which it does not do twice alike.
+SAC_IGNORED_OPS |= {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
 }
 _OF_CONTEXT = "mlpipe::context_attention"  # of train/parallel/context_attention.py, imported only under cp
 
