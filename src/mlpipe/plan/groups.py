@@ -58,9 +58,12 @@ def deal(
     names: tuple[Strategy, ...] = tuple(ORDER) if spec.strategy == "auto" else (spec.strategy,)
     if spec.strategy == "auto" and (mesh := own_mesh(spec, shape, hardware)) is not None:
         names = (cast(Strategy, strategy_of(mesh)),)
-    found, whys = [], {}
+    found: list[tuple[Candidate, MixedPlan]] = []
+    whys: dict[str, str] = {}
     for name in names:
         for laid_out in _layouts(spec, hardware, name):
+            if laid_out is spec and any(one.strategy == name for one, _ in found):
+                continue  # copies of one class each do
             picked = _picked(laid_out, shape, hardware, name)
             if isinstance(picked, str):
                 whys[name] = picked
@@ -81,14 +84,14 @@ def deal(
 
 
 def _layouts(spec: Train, hardware: Hardware, strategy: Strategy) -> list[Train]:
-    """Of a strategy that has copies of what it splits those where each copy lies on machines of one class, if
-    there are any: what is gathered stays within it."""
+    """Of a strategy that has copies of what it splits first those where each copy lies on machines of one
+    class, since what is gathered stays within it; last all, for where none of these fits."""
     meshes = ORDER[strategy].meshes(hardware.num_nodes, hardware.devices_per_node)
     if spec.mesh is not None or isinstance(meshes, str):
         return [spec]
     common = math.gcd(*(one.num_nodes * one.devices_per_node for one in hardware.groups))
     fine = [one for one in meshes if 1 < one.dp_shard < hardware.world_size and common % one.dp_shard == 0]
-    return [spec.model_copy(update={"mesh": MeshSizes(**asdict(one))}) for one in fine] or [spec]
+    return [spec.model_copy(update={"mesh": MeshSizes(**asdict(one))}) for one in fine] + [spec]
 
 
 def _picked(

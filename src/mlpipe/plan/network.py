@@ -66,8 +66,8 @@ def needs_rdma(pipeline: Pipeline, resources: Resources | None) -> bool:
 
 
 def with_rdma(preflight: PreflightPlan, hardware: Hardware) -> PreflightPlan:
-    """A machine needs a port for it; and what GPUs send each other comes so near to what the planner reckons
-    with that it cannot have gone by TCP, unless the stage says itself how fast links must be."""
+    """A machine needs a port for it; and what GPUs send each other comes near to what the planner reckons
+    with, unless the stage says itself how fast links must be."""
     speed, least = hardware.speed, preflight.link_bytes_per_second
     rates = [rate for rate in (speed.network_bytes_per_second, speed.rack_bytes_per_second) if rate]
     return replace(preflight, rdma=True, link_bytes_per_second=least or preflight.slow_ratio * min(rates))

@@ -108,7 +108,8 @@ def _body(plan: Plan, job: SlurmJob, part: str) -> str:
     # a coordinator would wait for the ranks; the next start of it knows as much, by them
     near = "scontrol requeue $SLURM_JOB_ID" if part == COORDINATOR else "ask requeue"
     # in a gang of commands it may be srun that stopped a node, for one that failed
-    preempted = f"  {SAVED_CODE}:) asked=requeue ;;  # Slurm itself stopped the ranks: it preempts the job\n"
+    preempted = f"  {SAVED_CODE}:)  # whoever else stops a rank does not so without end\n"
+    preempted += "    scontrol show job \"$SLURM_JOB_ID\" | grep -q 'PreemptTime=[0-9]' && asked=requeue ;;\n"
     preempted = preempted if job.max_requeues and not together else ""
     every = "$SLURM_JOB_NUM_NODES" if plan.launch.num_spares else nodes
     every_node = f"--nodes={every} --ntasks={every} --ntasks-per-node=1"

@@ -64,7 +64,8 @@ def _apart(
     where, sizes = get(stage, "train", "mesh"), mesh.sizes_of(stage.value["train"], nodes * each)
     if nodes > 1 and each == 1:
         words = f"{beside}, and each of these has one worker"
-        number = get(stage, "resources", "workers_per_node") or get(stage, "resources", "nodes") or asked
+        number = get(stage, "resources", "workers_per_node") or get(stage, "resources", "nodes")
+        assert number is not None  # else there was one node
         yield Problem.at(number.place, words, "write workers_per_node: 2 or more, or " + _INSTEAD[6:])
     elif where is not None and isinstance(sizes, dict):
         shards = sizes["dp_shard"]
@@ -73,7 +74,8 @@ def _apart(
             if shards == 1:
                 words = "on_demand reads weights from workers that each own a part, and dp_shard is 1"
             node = get(where, "dp_shard") or where
-            yield Problem.at(node.place, words, f"write dp_shard: {each}, or {_INSTEAD[6:]}")
+            fitting_mesh = f"mesh: {{dp_replicate: fill, dp_shard: {each}}}"
+            yield Problem.at(node.place, words, f"write {fitting_mesh}, or {_INSTEAD[6:]}")
     elif strategy is not None and nodes > 1 and name in with_shards:
         words = f"{beside}, and {name} splits weights over {nodes} nodes"
         yield Problem.at(strategy.place, words, f"write strategy: {fitting[-1]}, or {_INSTEAD[6:]}")

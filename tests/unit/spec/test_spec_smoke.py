@@ -161,3 +161,24 @@ def test_a_gang_of_commands_comes_down_to_what_fits(tmp_path, asked, ranks, num_
     made = changes(path, Smoke(ranks=ranks), num_gpus)
     assert made == ([] if expected is None else [f"stages.a.resources={json.dumps(expected)}"])
     load_pipeline(path, overrides=made)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_shares_weights_within_nodes_shrinks_to_one(ranks, tmp_path):
+    """Nobody named a mesh; on demand each copy needs two workers, where there are two."""
+    stage = {
+        "name": "train",
+        "train": {
+            "model": {"preset": "llama-1m", "seq_len": 64, "vocab_size": 512},
+            "data": {"tokens": "tokens", "batch_size": 8},
+            "strategy": "hsdp",
+            "communication": "on_demand",
+            "steps": 4,
+        },
+        "resources": {"nodes": 2, "workers_per_node": 4, "cpus": 4, "memory": "8 GiB"},
+    }
+    path = tmp_path / "p.yaml"
+    path.write_text(json.dumps({"version": 1, "name": "p", "store": "./runs", "stages": [stage]}))
+    small = mlpipe.load(path).smoke(ranks=ranks, steps=3, tiny=True)
+    mesh = mlpipe.plan(small, store=str(tmp_path / "runs"))["train"].plan.part(TrainPlan).mesh
+    assert (mesh.world_size, mesh.dp_shard) == (ranks, min(ranks, 2))

@@ -209,21 +209,24 @@ def test_a_job_that_is_cancelled_near_its_limit_is_told_once_and_not_queued_agai
 
 
 @pytest.mark.parametrize(
-    ("stage", "overrides", "again"),
+    ("stage", "overrides", "time", "again"),
     [
-        ("train", (), True),
-        ("train", ("slurm.max_requeues=0",), False),
-        ("corpus", ("corpus.resources.nodes=2",), False),  # srun stops a gang of which one has failed
+        ("train", (), "2026-11-24T21:00:00", True),
+        ("train", (), "None", False),  # somebody else stopped them, 40 times
+        ("train", ("slurm.max_requeues=0",), "2026-11-24T21:00:00", False),
+        # srun stops a gang of which one has failed
+        ("corpus", ("corpus.resources.nodes=2",), "2026-11-24T21:00:00", False),
     ],
 )
-def test_a_job_whose_ranks_slurm_stops_is_queued_again_however_often(
-    tmp_path: Path, commands: Path, stage: str, overrides: tuple[str, ...], again: bool
+def test_a_job_that_slurm_preempts_is_queued_again_however_often(
+    tmp_path: Path, commands: Path, stage: str, overrides: tuple[str, ...], time: str, again: bool
 ) -> None:
-    """As with a time of grace before it is preempted: its processes are told, its script is not."""
+    """With a time of grace its processes are told, its script is not."""
     spec = pipeline_of("llm", *overrides)
     text = script(plan_of(spec, stage), slurm_job(spec, stage), "slurm.out")
     stand_in(commands, "srun", "cat >/dev/null; exit 5")
-    stand_in(commands, "scontrol", "exit 1")
+    told = f"   PreemptEligibleTime=2026-11-24T20:00:00 PreemptTime={time}"  # of scontrol 22.05
+    stand_in(commands, "scontrol", f'[ "$1" = show ] || exit 1; echo "{told}"')
     env = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_RESTART_COUNT": "40"}
     done = subprocess.run(["bash"], input=text, env=env, text=True, check=False, timeout=120)
     assert done.returncode == 5
@@ -375,6 +378,14 @@ def test_whether_preempted_trainings_save_is_told(
             True,
             True,
         )
+
+
+def test_a_time_of_grace_by_qos_is_not_guessed(commands: Path) -> None:
+    config = "PreemptMode             = REQUEUE\nPreemptType             = preempt/qos"
+    stand_in(commands, "scontrol", f'case "$*" in *config) echo "{config}";; esac')
+    told = doctor._preemption()
+    assert told is not None
+    assert (told.level, "sacctmgr" in (told.remedy or "")) == ("warn", True)
 
 
 def test_a_refusal_has_its_remedy(commands: Path) -> None:

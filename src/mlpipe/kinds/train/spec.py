@@ -281,7 +281,10 @@ class Train(SpecModel):
         "compile and is a little faster. Where weights are sharded or activations recomputed `model` is "
         "`block`.",
     )
-    deterministic: bool = Field(False, description="Repeats are bit-equal; may be slower.")
+    deterministic: bool = Field(
+        False,
+        description="Repeats are bit-equal (elastic: while as many take each step); may be slower.",
+    )
     seed: f.CountOrZero = Field(0, description="Of the weights and the sample order.")
     checkpoint: Checkpoint = Field(
         default_factory=lambda: Checkpoint.model_construct(), description="When to save."
@@ -507,12 +510,13 @@ def _tiny_shape(train: Train, smoke: Smoke, num_workers: int) -> dict[str, int]:
 def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
     """Models and data sets of the user's own stay as they are, but for the samples in a step."""
     changes: dict[str, Any] = {}
-    if train.mesh is not None and smoke.ranks is not None:
+    two_axes = len(DATA_AXES.get(train.strategy, ())) == 2
+    if smoke.ranks is not None and (train.mesh is not None or two_axes):
         alone = num_workers if train.update is not None else 1  # islands are copies, of which some are needed
         least = 4 if train.communication == "on_demand" else 2  # which shares weights within each copy
         replicas = 2 if num_workers % 2 == 0 and num_workers >= least else alone
         both = {"dp_replicate": replicas, "dp_shard": num_workers // replicas}
-        changes["mesh"] = both if len(DATA_AXES.get(train.strategy, ())) == 2 else None
+        changes["mesh"] = both if two_axes else None
     if train.pipeline is not None and smoke.ranks is not None:
         changes["pipeline"] = None
     if train.context is not None and smoke.ranks is not None:

@@ -78,6 +78,13 @@ def _preemption() -> Finding | None:
     config = dict(re.findall(r"^(\w+) *= (.*)$", told[0], re.MULTILINE))
     if not re.search("REQUEUE|CANCEL", config.get("PreemptMode", "")):
         return None
+    if "qos" in config.get("PreemptType", ""):  # by whose time of grace a job is preempted then
+        return Finding(
+            "preemption",
+            "warn",
+            "jobs are preempted by QOS, whose time of grace is not looked at here",
+            "sacctmgr show qos format=name,gracetime,preemptmode",
+        )
     partitions = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in told[1].splitlines()]
     hasty = [
         one["PartitionName"] for one in partitions if one["GraceTime"] == "0" and one["PreemptMode"] != "OFF"

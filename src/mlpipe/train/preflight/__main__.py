@@ -5,6 +5,7 @@ Prints what was found as JSON, the same on all machines: see `store/preflight.py
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -25,6 +26,7 @@ from mlpipe.store.preflight import Checked, Ranked
 from mlpipe.train.preflight import machine
 from mlpipe.train.preflight.gang import CHECK_SECONDS, MOST_PAIRS, Gang
 from mlpipe.train.preflight.remembered import SPEEDS, remember
+from mlpipe.train.preflight.start import DOING
 from mlpipe.train.preflight.verdict import Report, chosen, judge, slow_links, slow_machines
 
 
@@ -62,11 +64,12 @@ def _with_others(
         machine.look(plan, limits, scratch, store, report)
         reports = _together(gang, report, "alone")
         if len(reports) == gang.size:
+            (scratch / DOING).write_text("the links between machines")
             sound = [one.index for one in reports if not one.faults]  # with others' GPUs it might hang
             gang.look_at_links(report, None, sound if all(one.on_gpus for one in reports) else None)
             reports = _together(gang, report, "together")
         checked = judge(reports, limits, gang.seconds)
-        if (checked.words or checked.busy) and len(reports) == gang.size and gang.seconds < CHECK_SECONDS / 3:
+        if (checked.words or checked.busy) and len(reports) == gang.size and gang.seconds < CHECK_SECONDS / 2:
             reports = _again(
                 gang, report, reports, limits, lambda: machine.look_again(plan, limits, store, report)
             )
@@ -122,6 +125,9 @@ def _report(plain: dict[str, Any]) -> Report:
 
 
 if __name__ == "__main__":
+    sys.stdout = os.fdopen(os.dup(1), "w")  # to the launcher alone: NCCL's log goes to descriptor 1
+    os.dup2(2, 1)
     code = main_of_stage("mlpipe.train.preflight", __doc__, None, _run)
     sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)  # NCCL's last lines
     os._exit(code)  # gloo aborts an interpreter that ends by itself

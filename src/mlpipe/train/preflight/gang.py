@@ -8,7 +8,10 @@ machine's process has to be gone before any torchrun starts, or one would meet t
 from __future__ import annotations
 
 import json
+import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
@@ -17,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlpipe._core.errors import TrainError
+from mlpipe._core.errors import EXIT_CODES, TrainError
 from mlpipe.train.preflight.machine import watched
 from mlpipe.train.preflight.verdict import LINK, Report
 
@@ -124,8 +127,13 @@ class Gang:
             return
         if kind == "cuda" and self.index in members:
             torch.cuda.set_device(self._device)
-        group = dist.new_group(list(members), timeout=timedelta(seconds=CHECK_SECONDS), backend=backend)
+        # NCCL sets itself up in the first sum, which no timeout of the group bounds
+        timer = threading.Timer(CHECK_SECONDS, _no_answer)
+        timer.daemon = True
+        timer.start()
+        group = dist.new_group(list(members), timeout=timedelta(seconds=2 * CHECK_SECONDS), backend=backend)
         if not isinstance(group, dist.ProcessGroup):  # it is of others
+            timer.cancel()
             return
         self._group = group
         took = []
@@ -134,6 +142,7 @@ class Gang:
             began = self._now()
             dist.all_reduce(added, group=self._group)
             took.append(self._now() - began)
+        timer.cancel()
         passed = 2 * (len(members) - 1) / len(members) * self._bytes  # by each, round a ring
         report.figures["all_reduce_bytes_per_second"] = passed / min(took)
 
@@ -154,10 +163,11 @@ class Gang:
         slower = torch.tensor([took], dtype=torch.float64)
         theirs = torch.empty_like(slower)
         self._send_both(slower, theirs, other, None)
-        times = int(_LINK_SECONDS / max(took, theirs.item()) * _FIRST_BYTES / self._bytes)
-        if times == 0:  # so slow that the first bytes say enough
+        passed = _LINK_SECONDS / max(took, theirs.item()) * _FIRST_BYTES
+        size = next((one for one in (self._bytes, _BYTES) if one <= passed), None)
+        if size is None:  # so slow that the first bytes say enough
             return _FIRST_BYTES / took
-        return self._bytes / min(self._swap(other, self._bytes) for _ in range(min(_MOST_TIMES, times)))
+        return size / min(self._swap(other, size) for _ in range(min(_MOST_TIMES, int(passed / size))))
 
     def _swap(self, other: int, num_bytes: int) -> float:
         sent = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
@@ -228,3 +238,9 @@ def rounds(index: int, size: int) -> Iterator[int]:
 
 def _listed(indices: list[int]) -> str:
     return "machines " + ", ".join(map(str, indices)) if len(indices) > 1 else f"machine {indices[0]}"
+
+
+def _no_answer() -> None:
+    words = f"NCCL between the GPUs did not answer within {CHECK_SECONDS:.0f} s"
+    print(f"error: {words}", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(EXIT_CODES["infrastructure"])

@@ -150,7 +150,8 @@ def _best(rates: Mapping[tuple[int, int], float]) -> dict[int, float]:
 
 def _least(reports: Sequence[Report], limits: PreflightPlan, rates: Mapping[tuple[int, int], float]) -> float:
     """By comparison: the link of two machines has none."""
-    return limits.slow_ratio * median(_best(rates).values()) if rates and len(reports) > 2 else 0.0
+    best = _best(rates)  # without those whose links were not tried
+    return limits.slow_ratio * median(best.values()) if len(best) > 2 else 0.0
 
 
 def _links(
@@ -178,10 +179,13 @@ def _links(
     def blames(pair: tuple[int, int]) -> bool:
         return rates[pair] < needed or (rates[pair] < least and not taken(pair))
 
-    if len(reports) > 2:
+    if len(best) > 2:
         for index, most in best.items():
             if all(rates[pair] < least or blames(pair) for pair in rates if index in pair):
-                words = f"its links reach {most / 1e6:.3g} MB/s, others' {max(best.values()) / 1e6:.3g}"
+                beside = f"others' {max(best.values()) / 1e6:.3g}"
+                if most < needed:
+                    beside = f"of {needed / 1e6:.3g} that they need"
+                words = f"its links reach {most / 1e6:.3g} MB/s, {beside}"
                 if any(blames(pair) for pair in rates if index in pair):
                     faults[index].append(words)
                 else:
