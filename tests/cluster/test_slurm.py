@@ -121,16 +121,16 @@ def check(person: Login, undisturbed: Undisturbed, run_id: str) -> None:
 def test_one_spec_everywhere(person, hold, spec, undisturbed):
     """Rank processes have the same argv and environment; losses are the same to the bit."""
     with hold:
-        person.submit(spec, "everywhere")
-        there = workers_of("everywhere", 2)
-        profiled = person.json("profile", "everywhere", "--steps", "1")
+        person.submit(spec, "anywhere")
+        there = workers_of("anywhere", 2)
+        profiled = person.json("profile", "anywhere", "--steps", "1")
     assert [rank["rank"] for rank in profiled["ranks"]] == [0, 1]
     check_processes(undisturbed.workers, there)
-    assert "train done" in " ".join(person.submit(spec, "everywhere", "--wait").split())
-    check(person, undisturbed, "everywhere")
-    person.submit(spec, "everywhere", "--wait")  # it is done: nothing starts
+    assert "train done" in " ".join(person.submit(spec, "anywhere", "--wait").split())
+    check(person, undisturbed, "anywhere")
+    person.submit(spec, "anywhere", "--wait")  # it is done: nothing starts
     listed = person.cluster.run("squeue", "--states=all", "--noheader", "--format=%j")
-    assert listed.count("mlpipe/everywhere/") == 1
+    assert listed.count("mlpipe/anywhere/") == 1
 
 
 def test_what_slurm_refuses_leaves_no_run_and_what_waits_says_why(person, tmp_path):
@@ -236,38 +236,44 @@ def test_a_sweep_loses_a_rank_a_trial_and_its_driver_and_the_others_never_know(
     swept = person.folder / "swept.yaml"
     swept.write_text(json.dumps(document))
     with hold:
-        driver = person.start("sweep", str(swept), "--to", "slurm", "--sweep-id", "s", start_new_session=True)
-        for trial in ("s-000", "s-001"):
+        driver = person.start(
+            "sweep", str(swept), "--to", "slurm", "--sweep-id", "swept", start_new_session=True
+        )
+        for trial in ("swept-000", "swept-001"):
             person.until_step(trial, 2)
-        job = person.job("s-000")
-        os.kill(ranks("s-000")[0][0], signal.SIGKILL)
-        assert person.json("cancel", "s-001")["state"] == "cancelled"
+        job = person.job("swept-000")
+        os.kill(ranks("swept-000")[0][0], signal.SIGKILL)
+        assert person.json("cancel", "swept-001")["state"] == "cancelled"
         os.killpg(driver.pid, signal.SIGKILL)
         driver.communicate()
         until(lambda: person.restarts(job) == 1, "the first trial's job to start again")
-    done = person.json("sweep", "--resume", "s")
+    done = person.json("sweep", "--resume", "swept")
     assert [one["state"] for one in done["trials"]] == ["done", "cancelled", "done"]
-    person("resume", "s-001")
-    done = person.json("sweep", "--resume", "s")
+    person("resume", "swept-001")
+    done = person.json("sweep", "--resume", "swept")
     assert [one["state"] for one in done["trials"]] == ["done"] * 3
-    check(person, undisturbed, "s-000")
-    found = [losses(person.there, f"s-00{number}") for number in range(3)]
+    check(person, undisturbed, "swept-000")
+    found = [losses(person.there, f"swept-00{number}") for number in range(3)]
     assert [sorted(one) for one in found] == [sorted(undisturbed.losses)] * 3
     values = [one["value"] for one in done["trials"]]
     assert len(set(values)) == 3
     assert done["best"] == f"00{values.index(min(values))}"
-    assert [runs.read_run(person.there, f"s-00{n}").stages["train"].attempt for n in range(3)] == [1, 2, 1]
+    assert [runs.read_run(person.there, f"swept-00{n}").stages["train"].attempt for n in range(3)] == [
+        1,
+        2,
+        1,
+    ]
 
 
 def test_of_an_elastic_training_a_node_is_lost_and_the_others_go_on(person, hold):
     """Of three replicas a rank is killed; one fewer is wanted; a node is lost, and Slurm takes another one
     for its replica. The others never start again. Then all are cancelled."""
-    cluster, key = person.cluster, "runs/elastic/stages/train/attempt-1"
+    cluster, key = person.cluster, "runs/coming/stages/train/attempt-1"
     # five of eight cores: a node for each, and room for the coordinator
     resources = {"nodes": "2..3", "workers_per_node": 1, "cpus": 5, "memory": "2 GiB"}
     changes = {"steps": 400, "strategy": "single", "deterministic": False}
     stage = training(hold.model, resources, checkpoint={"every": "1000 steps"}, **changes)
-    path = person.folder / "elastic.json"
+    path = person.folder / "coming.json"
     document = {"version": 1, "name": "p", "slurm": {"time": "30 min"}, "stages": [stage]}
     path.write_text(json.dumps(document))
 
@@ -278,27 +284,27 @@ def test_of_an_elastic_training_a_node_is_lost_and_the_others_go_on(person, hold
 
     def jobs() -> dict[str, str]:
         lines = cluster.run("squeue", "--noheader", "--format=%j %A").splitlines()
-        found = dict(line.split() for line in lines if line.startswith("mlpipe/elastic/"))
+        found = dict(line.split() for line in lines if line.startswith("mlpipe/coming/"))
         return {name.rpartition("/")[2]: number for name, number in found.items()}
 
     with hold:
-        person.submit(path, "elastic")
+        person.submit(path, "coming")
         until(lambda: [0, 1, 2] in members(), "three replicas")
-        person.until_step("elastic", 1)
+        person.until_step("coming", 1)
         before = len(members())
-        (victim,) = (pid for pid, _, _, env in ranks("elastic") if env["MLPIPE_REPLICA"] == "1")
+        (victim,) = (pid for pid, _, _, env in ranks("coming") if env["MLPIPE_REPLICA"] == "1")
         os.kill(victim, signal.SIGKILL)
         until(lambda: [0, 1, 2] in members()[before:], "the one that was killed")
-        person("scale", "elastic", "--nodes", "2")
+        person("scale", "coming", "--nodes", "2")
         until(lambda: members()[-1] == [0, 1] and "2" not in jobs(), "one fewer")
         before, lost = len(members()), cluster.nodes_of(jobs()["1"])[0]
         cluster.kill_node(lost)
         until(lambda: [0, 1] in members()[before:], "the replica of the lost node, on another one")
         assert cluster.nodes_of(jobs()["1"]) != [lost]
         assert person.restarts(jobs()["1"]) >= 1
-        assert person.json("cancel", "elastic")["state"] == "cancelled"
+        assert person.json("cancel", "coming")["state"] == "cancelled"
     assert not jobs()
-    assert person.last_saved("elastic") > 1
+    assert person.last_saved("coming") > 1
     found = {rank: read_records(person.there, key, rank) for rank in range(2)}
     starts = {rank: [one for one in found[rank] if isinstance(one, Start)] for rank in found}
     assert len(starts[0]) == 1, "it began once"
