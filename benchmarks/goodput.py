@@ -34,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -186,7 +187,7 @@ class Net:
         _call("ip", "link", "set", self.name(worker), "up")
 
 
-class Side:
+class Side(ABC):
     """Three launchers, which are started again: each by itself, or, of a gang, all when one has ended.
     `record`: what a worker says of its start and of each step (`kind`, `time`, `step`)."""
 
@@ -201,18 +202,20 @@ class Side:
         self.struck = list[tuple[float, Failure]]()
         self.launchers = list[subprocess.Popen[bytes]]()
 
+    @abstractmethod
     def launch(self, worker: int) -> subprocess.Popen[bytes]:
-        raise NotImplementedError
+        """Starts it."""
 
+    @abstractmethod
     def records(self, worker: int) -> list[Any]:
-        raise NotImplementedError
+        """All that it has said so far."""
 
     def samples(self, record: Any) -> int:
         return BATCH
 
+    @abstractmethod
     def pid(self, kind: str, worker: int) -> int | None:
         """None: it is not there now."""
-        raise NotImplementedError
 
     def start(self, argv: list[str], worker: int | None, **more: str) -> subprocess.Popen[bytes]:
         from kit.servers import die_with_parent

@@ -56,7 +56,7 @@ def _all_to_all(outs: list[Tensor], ins: list[Tensor], group: dist.ProcessGroup)
     works += [dist.isend(ins[other], group=group, group_dst=other) for other in others if len(ins[other])]
     for work in works:
         if work is not None:
-            work.wait()
+            work.wait()  # for the group's timeout at most
 
 
 def model_config(

@@ -69,7 +69,7 @@ def main() -> None:
         lambda *_: record(kind="step", step=manager.current_step(), participants=manager.num_participants())
     )
     optimizer = Optimizer(manager, adamw)
-    while True:
+    while True:  # until the benchmark ends it
         for batch in batches:
             optimizer.zero_grad()
             logits = model(batch[:, :-1])
@@ -77,7 +77,7 @@ def main() -> None:
             if not work["ddp"]:
                 sums = [manager.allreduce(one.grad) for one in model.parameters()]
                 for one in sums:
-                    one.wait()  # errors are the manager's: it does not commit then
+                    one.wait()  # for its timeout at most; errors are the manager's: it does not commit then
             optimizer.step()
 
 

@@ -195,31 +195,34 @@ def test_the_number_of_series_is_the_one_that_is_stated(serve, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_loss_scale_and_skipped_steps_are_there_in_fp16_alone(serve, rank):
+@pytest.mark.parametrize(
+    ("fields", "rows", "totals"),
+    [
+        (  # in fp16
+            {"loss_scale": "mlpipe_train_loss_scale", "skipped": "mlpipe_train_skipped_steps_total"},
+            [(4.0, False), (4.0, True), (2.0, True), (1.0, False)],
+            [1.0, 2.0],
+        ),
+        (  # what is sent in place of gradients; islands do not agree in each step
+            {
+                "exchanged_bytes": "mlpipe_train_exchanged_bytes_total",
+                "exchanged_plain_bytes": "mlpipe_train_exchanged_plain_bytes_total",
+            },
+            [(0, 400), (100, 400), (200, 400)],
+            [300.0, 1200.0],
+        ),
+    ],
+)
+def test_what_some_trainings_have_is_there_in_them_alone(serve, rank, fields, rows, totals):
     metrics = serve(rank=rank)
-    names = "mlpipe_train_loss_scale", "mlpipe_train_skipped_steps_total"
     observe(metrics, START)
     observe(metrics, STEP)
-    assert samples(scrape(metrics)).keys().isdisjoint(names)
-    for scale, skipped in ((4.0, False), (4.0, True), (2.0, True), (1.0, False)):
-        observe(metrics, {**STEP, "loss_scale": scale, "skipped": skipped})
+    assert samples(scrape(metrics)).keys().isdisjoint(fields.values())
+    for row in rows:
+        observe(metrics, {**STEP, **dict(zip(fields, row, strict=True))})
     found = samples(scrape(metrics))
-    told = [value for name in names for value in found.get(name, {}).values()]
-    assert told == ([1.0, 2.0] if rank == 0 else [])
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_bytes_that_are_sent_in_place_of_gradients_are_counted(serve, rank):
-    metrics = serve(rank=rank)
-    names = "mlpipe_train_exchanged_bytes_total", "mlpipe_train_exchanged_plain_bytes_total"
-    observe(metrics, START)
-    observe(metrics, STEP)
-    assert samples(scrape(metrics)).keys().isdisjoint(names)
-    for sent in (0, 100, 200):  # islands do not agree in each step
-        observe(metrics, {**STEP, "exchanged_bytes": sent, "exchanged_plain_bytes": 400})
-    found = samples(scrape(metrics))
-    told = [value for name in names for value in found.get(name, {}).values()]
-    assert told == ([300.0, 1200.0] if rank == 0 else [])
+    told = [value for name in fields.values() for value in found.get(name, {}).values()]
+    assert told == (totals if rank == 0 else [])
 
 
 @pytest.mark.parametrize(("rank", "served"), [(0, {"0": 3.0, "1": 1.5}), (1, {})])

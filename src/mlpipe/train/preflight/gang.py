@@ -127,22 +127,23 @@ class Gang:
             return
         if kind == "cuda" and self.index in members:
             torch.cuda.set_device(self._device)
+        group = dist.new_group(list(members), timeout=timedelta(seconds=2 * CHECK_SECONDS), backend=backend)
+        if not isinstance(group, dist.ProcessGroup):  # it is of others
+            return
+        self._group = group
         # NCCL sets itself up in the first sum, which no timeout of the group bounds
         timer = threading.Timer(CHECK_SECONDS, _no_answer)
         timer.daemon = True
         timer.start()
-        group = dist.new_group(list(members), timeout=timedelta(seconds=2 * CHECK_SECONDS), backend=backend)
-        if not isinstance(group, dist.ProcessGroup):  # it is of others
-            timer.cancel()
-            return
-        self._group = group
         took = []
-        for _ in range(_FIRST_TIMES):
-            added = torch.zeros(self._bytes, dtype=torch.uint8, device=self._device)
-            began = self._now()
-            dist.all_reduce(added, group=self._group)
-            took.append(self._now() - began)
-        timer.cancel()
+        try:
+            for _ in range(_FIRST_TIMES):
+                added = torch.zeros(self._bytes, dtype=torch.uint8, device=self._device)
+                began = self._now()
+                dist.all_reduce(added, group=self._group)
+                took.append(self._now() - began)
+        finally:
+            timer.cancel()
         passed = 2 * (len(members) - 1) / len(members) * self._bytes  # by each, round a ring
         report.figures["all_reduce_bytes_per_second"] = passed / min(took)
 
