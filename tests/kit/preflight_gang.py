@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import socket
 import subprocess
@@ -41,7 +42,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def main(folder: Path) -> None:
-    """Prints what each machine printed, a line each."""
+    """Prints a line of JSON for each machine: what it printed, or else all that is known of its end."""
     target = os.environ["KIT_STORE"]
     fast, slow = (_store(target, rate) for rate in (None, _STORE_BYTES_PER_SECOND))
     _network()
@@ -57,13 +58,20 @@ def main(folder: Path) -> None:
         for index in range(7)
     ]
     deadline = time.monotonic() + _SECONDS
-    while pids and time.monotonic() < deadline:
-        pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+    ends: dict[int, str] = {}
+    while len(ends) < 7 and time.monotonic() < deadline:
+        for index in set(range(7)) - ends.keys():
+            if (ended := os.waitpid(pids[index], os.WNOHANG)) != (0, 0):
+                ends[index] = f"exit code {os.waitstatus_to_exitcode(ended[1])}"
         time.sleep(0.05)
-    for pid in pids:
-        os.kill(pid, 9)
     for index in range(7):
-        print((folder / f"out-{index}").read_text().strip() or (folder / f"err-{index}").read_text()[-2000:])
+        if index not in ends:
+            os.kill(pids[index], 9)
+        said = (folder / f"out-{index}").read_text().strip()
+        if not said.startswith("{"):
+            end = ends.get(index, f"no end within {_SECONDS:.0f} s")
+            said = json.dumps({"end": end, "out": said, "err": (folder / f"err-{index}").read_text()[-8000:]})
+        print(said)
 
 
 def _fork(folder: Path, plan: Plan, index: int, endpoint: str, cgroup: Path) -> int:

@@ -22,12 +22,15 @@ def main_of_stage(
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
     arguments = parser.parse_args(argv)
+    plan: Plan | None = None
     try:
         plan = Plan.from_json(arguments.plan.read_bytes())
         return run(plan, arguments.plan.absolute(), arguments.scratch.absolute())
     except (OSError, ValueError) as error:
-        print(f"error: {arguments.plan}: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        return EXIT_CODES["input"]
+        of_machine = plan is not None and isinstance(error, OSError)  # a full disk is not the plan's fault
+        where = "" if of_machine else f"{arguments.plan}: "
+        print(f"error: {where}{error}", file=sys.stderr, flush=True)  # noqa: T201
+        return EXIT_CODES["infrastructure" if of_machine else "input"]
     except MlpipeError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         return EXIT_CODES[error.kind]

@@ -26,7 +26,7 @@ from mlpipe.store.preflight import Checked, Ranked
 from mlpipe.train.preflight import machine
 from mlpipe.train.preflight.gang import CHECK_SECONDS, MOST_PAIRS, Gang
 from mlpipe.train.preflight.remembered import SPEEDS, remember
-from mlpipe.train.preflight.start import DOING
+from mlpipe.train.preflight.start import at
 from mlpipe.train.preflight.verdict import Report, chosen, judge, slow_links, slow_machines
 
 
@@ -64,7 +64,7 @@ def _with_others(
         machine.look(plan, limits, scratch, store, report)
         reports = _together(gang, report, "alone")
         if len(reports) == gang.size:
-            (scratch / DOING).write_text("the links between machines")
+            at(scratch, "the links between machines")
             sound = [one.index for one in reports if not one.faults]  # with others' GPUs it might hang
             gang.look_at_links(report, None, sound if all(one.on_gpus for one in reports) else None)
             reports = _together(gang, report, "together")

@@ -30,7 +30,7 @@ from mlpipe.store.base import Store
 from mlpipe.store.preflight import probe_key
 from mlpipe.train.precision import DTYPES
 from mlpipe.train.preflight.remembered import AGE, SPEEDS, recall
-from mlpipe.train.preflight.start import DOING
+from mlpipe.train.preflight.start import at
 from mlpipe.train.preflight.verdict import PEERS, Report
 
 _LOOKS, _LOOK_SECONDS = 3, 0.35
@@ -47,15 +47,10 @@ _SMI_SLOW = "clocks_throttle_reasons.hw_slowdown"  # of newer drivers an older n
 
 def look(plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report: Report) -> None:
     """All of these into `report`; what it is at stands in a file of `scratch`."""
-
-    def at(what: str) -> None:
-        with contextlib.suppress(OSError):  # of a full disk the next line tells
-            (scratch / DOING).write_text(what)
-
     report.on_gpus = plan.launch.device == "cuda"
-    at("the disk")
+    at(scratch, "the disk")
     report.faults += disk(scratch, limits, report)
-    at("the GPUs" if report.on_gpus else "a matmul")
+    at(scratch, "the GPUs" if report.on_gpus else "a matmul")
     if report.on_gpus:
         report.faults += gpus(plan.launch.nproc_per_node)
     if limits.rdma:
@@ -65,7 +60,7 @@ def look(plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report:
         report.figures |= remembered
     else:
         speed(plan, limits, report)
-    at("the store")
+    at(scratch, "the store")
     report.faults += reach_store(store, probe_key(plan.attempt_key, report.index), limits, report)
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -82,6 +83,12 @@ def run_preflight(
     words = (scratch / LOG).read_text(errors="replace").strip().removeprefix("error: ")
     kind = _KINDS.get(process.returncode, "infrastructure") if process.returncode != 1 else "infrastructure"
     return _failed(kind, f"the preflight failed at {doing}: {words[-2000:] or process.returncode}")
+
+
+def at(scratch: Path, what: str) -> None:
+    """Notes what the preflight is at; a full disk, which it may be about to tell of, does not take that."""
+    with suppress(OSError):
+        (scratch / DOING).write_text(what)
 
 
 def _read(process: subprocess.Popen[bytes]) -> bytes:
