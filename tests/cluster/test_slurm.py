@@ -266,13 +266,15 @@ def test_a_sweep_loses_a_rank_a_trial_and_its_driver_and_the_others_never_know(
 
 
 def test_of_an_elastic_training_a_node_is_lost_and_the_others_go_on(person, hold):
-    """Of three replicas a rank is killed; one fewer is wanted; a node is lost, and Slurm takes another one
-    for its replica. The others never start again. Then all are cancelled."""
+    """Of three replicas a rank is killed; one is slow, and leaves for another node, of which there is none;
+    one fewer is wanted; a node is lost, and Slurm takes another one for its replica. The others never start
+    again. Then all are cancelled."""
     cluster, key = person.cluster, "runs/coming/stages/train/attempt-1"
     # five of eight cores: a node for each, and room for the coordinator
     resources = {"nodes": "2..3", "workers_per_node": 1, "cpus": 5, "memory": "2 GiB"}
     changes = {"steps": 400, "strategy": "single", "deterministic": False}
-    stage = training(hold.model, resources, checkpoint={"every": "1000 steps"}, **changes)
+    model = {**hold.model, "args": {**hold.model["args"], "lame": "2", "lame_seconds": 0.2}}
+    stage = training(model, resources, checkpoint={"every": "1000 steps"}, **changes)
     path = person.folder / "coming.json"
     document = {"version": 1, "name": "p", "slurm": {"time": "30 min"}, "stages": [stage]}
     path.write_text(json.dumps(document))
@@ -295,6 +297,15 @@ def test_of_an_elastic_training_a_node_is_lost_and_the_others_go_on(person, hold
         (victim,) = (pid for pid, _, _, env in ranks("coming") if env["MLPIPE_REPLICA"] == "1")
         os.kill(victim, signal.SIGKILL)
         until(lambda: [0, 1, 2] in members()[before:], "the one that was killed")
+        slow = cluster.nodes_of(jobs()["2"])[0]
+        hold.release()
+        until(lambda: members()[-1] == [0, 1], "the slow one has left")
+        hold.path.touch()
+        excluded = f"ExcNodeList={slow}"
+        until(
+            lambda: "2" in (now := jobs()) and excluded in cluster.run("scontrol", "show", "job", now["2"]),
+            "its next job",
+        )
         person("scale", "coming", "--nodes", "2")
         until(lambda: members()[-1] == [0, 1] and "2" not in jobs(), "one fewer")
         before, lost = len(members()), cluster.nodes_of(jobs()["1"])[0]

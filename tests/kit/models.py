@@ -144,15 +144,19 @@ class Odd(Plain):
 
 
 class Slow(Plain):
-    """`seconds` a forward, as long as the file `while_file` exists."""
+    """`seconds` a forward, as long as the file `while_file` exists; then `lame_seconds` where this is replica
+    `lame`."""
 
-    def __init__(self, seconds: float, while_file: str = "", dropout: float = 0.1) -> None:
+    def __init__(
+        self, seconds: float, while_file: str, dropout: float, lame: str, lame_seconds: float
+    ) -> None:
         super().__init__(dropout=dropout)
         self.seconds, self.while_file = seconds, while_file
+        self.afterwards = lame_seconds if lame == os.environ.get("MLPIPE_REPLICA") else 0.0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not self.while_file or Path(self.while_file).exists():
-            time.sleep(self.seconds)
+        is_on = not self.while_file or Path(self.while_file).exists()
+        time.sleep(self.seconds if is_on else self.afterwards)
         return super().forward(inputs)
 
 
@@ -276,8 +280,10 @@ def odd() -> Odd:
     return Odd()
 
 
-def slow(seconds: float, while_file: str = "", dropout: float = 0.1) -> Slow:
-    return Slow(seconds, while_file, dropout)
+def slow(
+    seconds: float, while_file: str = "", dropout: float = 0.1, lame: str = "", lame_seconds: float = 0.0
+) -> Slow:
+    return Slow(seconds, while_file, dropout, lame, lame_seconds)
 
 
 def misbehaving(what: str, at: int, rank: int, counter: str = "", times: int = 1) -> Misbehaving:

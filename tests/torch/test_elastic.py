@@ -22,6 +22,7 @@ from mlpipe.store import catalogue, replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.loop import Loop
+from mlpipe.train.outcome import SLOW_FILE
 from mlpipe.train.replicas.elastic_loop import ElasticLoop
 from mlpipe.train.replicas.exchange import MembershipChanged
 
@@ -177,18 +178,17 @@ def test_a_replica_of_several_ranks_is_healed_by_another_and_computes_the_same(t
 def test_a_coordinator_is_killed_or_told_to_end_and_another_one_takes_over(tmp_path, tokens):
     """As the pods of a cluster: a process for the coordinator, a launcher for each replica, and nobody above.
     No replica begins again, and no step is lost. One that is told to end while ranks go on gives up its seat:
-    the next one need not wait until nobody has renewed it."""
-    slow = tmp_path / "slow"
+    the next one need not wait until nobody has renewed it. Then one is slow, and says so itself."""
+    slow, steps = tmp_path / "slow", 60
     slow.touch()
-    model = ModelPlan(
-        Entry("kit.models:slow", {"seconds": 1.0, "while_file": str(slow), "dropout": 0.0}), None, 32, ()
-    )
+    args = {"seconds": 1.0, "while_file": str(slow), "dropout": 0.0, "lame": "1", "lame_seconds": 0.1}
+    model = ModelPlan(Entry("kit.models:slow", args), None, 32, ())
     plan = plans.train_plan(
         tmp_path / "store",
         tokens,
         strategy="single",
         world_size=1,
-        steps=40,
+        steps=steps,
         every=1000,
         model=model,
         launch={"replicas": Replicas(2, 3)},
@@ -215,7 +215,12 @@ def test_a_coordinator_is_killed_or_told_to_end_and_another_one_takes_over(tmp_p
     try:
         first = begin("coordinator-1", "mlpipe.train.coordinate")
         replicas_of = [
-            begin(f"replica-{number}", "mlpipe.train.launcher", MLPIPE_REPLICA=str(number))
+            begin(
+                f"replica-{number}",
+                "mlpipe.train.launcher",
+                MLPIPE_REPLICA=str(number),
+                MLPIPE_NODE_NAME=f"here-{number}",
+            )
             for number in range(2)
         ]
         until(lambda: step() >= 3, "step 3")
@@ -237,10 +242,15 @@ def test_a_coordinator_is_killed_or_told_to_end_and_another_one_takes_over(tmp_p
     for rank in range(2):
         found = plans.records(tmp_path / "store", plan, rank)
         assert len([one for one in found if one["kind"] == "start"]) == 1
-        assert [one["step"] for one in found if one["kind"] == "step"] == list(range(1, 41))
+        assert [one["step"] for one in found if one["kind"] == "step"] == list(range(1, steps + 1))
+        last = found[max(place for place, one in enumerate(found) if one["kind"] == "step")]
+        assert (last["slowness_ratio"] > 1.2) == (rank == 1)
+        assert list(last["stragglers"]) == ["1"]
+    told = {n: json.loads((tmp_path / f"replica-{n}" / SLOW_FILE).read_text()) for n in range(2)}
+    assert told == {0: {}, 1: {"here-1": pytest.approx(last["stragglers"]["1"], abs=0.06)}}
     assert members(store, plan) == 3 * [[0, 1]], "the same, told by each coordinator"
     assert "gives up its seat" in plans.log_of(tmp_path / "coordinator-2")
-    assert catalogue.latest(store, plan.stage_key).step == 40
+    assert catalogue.latest(store, plan.stage_key).step == steps
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ The launcher of its first node writes it; the driver of the next attempt leaves 
 
 `preflight/slow.json` beside it: which nodes have been slow for long while they trained
 (`train/stragglers.py`), and by how much; a launcher writes it. Who is slower there than a machine may be in a
-preflight is left out, too."""
+preflight is left out, too. A replica of an elastic training has its own file, `slow-replica-<n>.json`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mlpipe.store.base import Store
 
 # What workers write is taken for the name of a machine only if it is one: it stands in manifests and scripts.
 _NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+_SLOW_REPLICA = re.compile(r"slow-replica-([0-9]+)\.json")
 
 
 @dataclass(frozen=True)
@@ -69,28 +70,46 @@ def write_checked(store: Store, attempt_key: str, checked: Checked) -> None:
     store.put(f"{attempt_key}/preflight.json", json.dumps(asdict(checked), indent=2).encode())
 
 
-def write_slow(store: Store, attempt_key: str, slow: bytes) -> None:
+def write_slow(store: Store, attempt_key: str, slow: bytes, replica: int | None = None) -> None:
     """A JSON object of ratios by node. Raises StoreError."""
-    store.put(_slow_key(attempt_key), slow)
+    store.put(slow_key(attempt_key, replica), slow)
 
 
-def _slow_key(attempt_key: str) -> str:
-    return f"{attempt_key}/preflight/slow.json"
+def slow_key(attempt_key: str, replica: int | None = None) -> str:
+    """Of what says who is slow."""
+    return f"{attempt_key}/preflight/slow{'' if replica is None else f'-replica-{replica}'}.json"
+
+
+def slow_replicas(store: Store, attempt_key: str) -> dict[int, tuple[str, float]]:
+    """By number, of each that is slow: its node, and its time for the same work over that of the others.
+    Raises StoreError."""
+    found = {}
+    for info in store.list(f"{attempt_key}/preflight"):
+        if (name := _SLOW_REPLICA.fullmatch(info.key.rpartition("/")[2])) is not None:
+            for node, ratio in _ratios(store.get(info.key)).items():
+                found[int(name[1])] = node, ratio
+    return found
+
+
+def _ratios(written: bytes) -> dict[str, float]:
+    """By node; of what is none, nothing: workers may write what they like."""
+    try:
+        ratios = {str(node): float(ratio) for node, ratio in json.loads(written).items()}
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}
+    return {node: ratio for node, ratio in ratios.items() if ratio < math.inf and _NODE.fullmatch(node)}
 
 
 def read_checked(store: Store, attempt_key: str) -> Checked | None:
     """With who got slow since. None: no preflight ended, or what stands there is none. Raises StoreError."""
-    key, slow = f"{attempt_key}/preflight.json", _slow_key(attempt_key)
+    key, slow = f"{attempt_key}/preflight.json", slow_key(attempt_key)
     if not store.exists(key):
         return None
     try:
         checked = checked_from(json.loads(store.get(key)))
-        if not store.exists(slow):
-            return checked
-        ratios = {str(node): float(ratio) for node, ratio in json.loads(store.get(slow)).items()}
-        return replace(checked, slow={node: ratio for node, ratio in ratios.items() if ratio < math.inf})
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
+    return replace(checked, slow=_ratios(store.get(slow))) if store.exists(slow) else checked
 
 
 def checked_from(document: Any) -> Checked:

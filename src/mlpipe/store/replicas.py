@@ -1,5 +1,6 @@
 """What an elastic training's store knows of its replicas: how many are wanted, `attempt-<n>/replicas`, put by
-whoever scales it; where they meet, `attempt-<n>/coordinator`, if they are not told; and how each ended."""
+whoever scales it; where they meet, `attempt-<n>/coordinator`, if they are not told; how each ended; and
+`attempt-<n>/left-out`, nodes that were too slow for them, put by what drives them."""
 
 from __future__ import annotations
 
@@ -22,6 +23,18 @@ def wanted(store: Store, attempt_key: str) -> int | None:
     """None: nobody has said."""
     key = f"{attempt_key}/replicas"
     return int(store.get(key)) if store.exists(key) else None
+
+
+def leave_out(store: Store, attempt_key: str, node: str) -> None:
+    """Of all replicas to come. One driver at a time calls it. Raises StoreError."""
+    nodes = [*left_out(store, attempt_key), node]
+    store.put(f"{attempt_key}/left-out", json.dumps(nodes).encode())
+
+
+def left_out(store: Store, attempt_key: str) -> list[str]:
+    """Names of nodes. Raises StoreError."""
+    key = f"{attempt_key}/left-out"
+    return [str(node) for node in json.loads(store.get(key))] if store.exists(key) else []
 
 
 def coordinator(store: Store, attempt_key: str) -> str:

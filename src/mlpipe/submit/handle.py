@@ -14,7 +14,7 @@ from mlpipe.store.base import Store
 from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome, read_outcome
 from mlpipe.submit.executor import Ended
 
-_MOST_AVOIDED = 8  # machines
+MOST_AVOIDED = 8  # machines
 _LOOK_SECONDS = 0.2  # whether the stage was asked to stop
 
 
@@ -92,7 +92,7 @@ def elsewhere(plan: Plan, outcomes: Sequence[AttemptOutcome]) -> Ended | None:
     fault = next((outcome for outcome in outcomes if outcome.cause == NODE_FAULT), None)
     if fault is None:
         return None
-    return replace(ended_by(fault), lost=len(plan.launch.avoid) < _MOST_AVOIDED)
+    return replace(ended_by(fault), lost=len(plan.launch.avoid) < MOST_AVOIDED)
 
 
 def outcomes_of(store: Store, plan: Plan) -> list[AttemptOutcome]:

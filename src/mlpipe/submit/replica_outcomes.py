@@ -3,19 +3,41 @@ their launchers left."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mlpipe._core.errors import FATAL_KINDS
 from mlpipe.plan.plan import Replicas
 from mlpipe.store.outcome import AttemptOutcome
 from mlpipe.submit.executor import Ended
-from mlpipe.submit.handle import blamed, ended_by
+from mlpipe.submit.handle import MOST_AVOIDED, blamed, ended_by
 
 
 def num_wanted(limits: Replicas, told: int | None, num_failed: int) -> int:
     """How many should be alive. `told`: by `mlpipe scale`. Of the most that there may be those that failed
     for good are not replaced: the next one would, too."""
     return max(0, min(max(limits.fewest, told or limits.most), limits.most - num_failed))
+
+
+def hinders(
+    slow: Mapping[int, tuple[str, float]], nodes: Mapping[int, str], limits: Replicas, num_left_out: int
+) -> int | None:
+    """The replica without which the others are faster, though each of them then computes more of a batch:
+    n - 1 that are as fast as usual need n / (n - 1) of the time that n need. None: no such. `slow`: by
+    number, the node that a replica was slow on, and how slow; `nodes`: of those that run, where each is."""
+    num = len(nodes)
+    if num - 1 < limits.fewest or num_left_out >= MOST_AVOIDED:
+        return None
+    ratios = {
+        number: slow[number][1] for number in nodes if number in slow and slow[number][0] == nodes[number]
+    }
+    slowest = max(ratios, key=lambda number: ratios[number], default=None)
+    return slowest if slowest is not None and ratios[slowest] * (num - 1) > num else None
+
+
+def too_slow(left_out: Sequence[str]) -> str:
+    """A note."""
+    nodes = ", ".join(left_out)
+    return f"no replica shall run on {nodes}: the others were faster without" if nodes else ""
 
 
 def fatal(outcomes: Iterable[AttemptOutcome]) -> list[AttemptOutcome]:

@@ -103,6 +103,10 @@ class Launcher:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         self.store.delete([self.outcome_key])  # of this node's pod before a restart of the gang
+        if self.node.replica is not None:  # which may have been another node's
+            from mlpipe.store.preflight import slow_key
+
+            self.store.delete([slow_key(self.plan.attempt_key, self.node.replica)])
         fetch_inputs(self.store, self.plan)
         check_room(self.plan.work.training.shared_memory_bytes)
         self._event(Launched())
@@ -226,7 +230,7 @@ class Launcher:
 
                 self.slow = told
                 with contextlib.suppress(StoreError):  # no reason to end a training
-                    write_slow(self.store, self.plan.attempt_key, told)
+                    write_slow(self.store, self.plan.attempt_key, told, self.node.replica)
 
     def _event(self, event: Record) -> None:
         """Into events.jsonl, of the first node only: one writer at a time. For replicas: the supervisor."""

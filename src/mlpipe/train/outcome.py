@@ -2,7 +2,8 @@
 
 `outcome-<rank>.json` is written at the end; `fatal-<rank>.json` by a failure that a restart would only
 repeat (bad input, NaN, a hang): the launcher then ends the run, and a restarted worker leaves at once.
-`slow-nodes.json` says which nodes are slow while they train (`train/stragglers.py`).
+`slow-nodes.json` says which nodes are slow while they train (`train/stragglers.py`,
+`train/replicas/elastic_loop.py`).
 Standard library only: the launcher reads these without torch.
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlpipe._core import environment
 from mlpipe._core.errors import ErrorKind, MlpipeError
 from mlpipe.train import debugger
 
@@ -89,6 +92,11 @@ def write(scratch: Path, outcome: Outcome, *, fatal: bool = False) -> None:
     temporary = scratch / f".{name}.{os.getpid()}"
     temporary.write_text(json.dumps(asdict(outcome)))
     temporary.rename(scratch / name)
+
+
+def node_name() -> str:
+    """Of the machine, as whoever places workers calls it."""
+    return os.environ.get(environment.NODE_NAME) or socket.gethostname()
 
 
 def write_slow(scratch: Path, slow: dict[str, float]) -> None:

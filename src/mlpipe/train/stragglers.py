@@ -5,8 +5,6 @@ What is read ahead has the shares of before: a decision shows two steps later.""
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlpipe._core import environment
 from mlpipe.plan.shares import Shares
 from mlpipe.train.loop import Loop
 from mlpipe.train.microbatch import Microbatch
-from mlpipe.train.outcome import write_slow
+from mlpipe.train.outcome import node_name, write_slow
 from mlpipe.train.schedules import LossSum
 
 
@@ -40,7 +37,7 @@ class MovingLoop(Loop):
         num_ranks = self.session.world.num_data_ranks
         self.shares = Shares(num_ranks, self.plan.speeds)
         self.nodes = [""] * num_ranks
-        dist.all_gather_object(self.nodes, os.environ.get(environment.NODE_NAME) or socket.gethostname())
+        dist.all_gather_object(self.nodes, node_name())
 
     def step(self) -> tuple[bool, bool]:
         """As ever; then this rank knows how long it took."""

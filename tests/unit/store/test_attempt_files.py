@@ -83,6 +83,18 @@ def test_a_preflight_is_read_with_who_got_slow_since(store):
         assert preflight.read_checked(store, ATTEMPT) is None
 
 
+def test_what_replicas_say_of_their_nodes_is_read_and_may_be_anything(store):
+    assert preflight.slow_replicas(store, ATTEMPT) == {}
+    odd = [b"{", b"[1]", b'{"n1": "x"}', b'{"n1": Infinity}', b'{"a b": 3}', b"[" * 10_000, b"{}"]
+    for number, words in enumerate([b'{"n1": 2.5}', *odd]):
+        preflight.write_slow(store, ATTEMPT, words, number)
+    preflight.write_slow(store, ATTEMPT, b'{"n2": 2.5}')
+    assert preflight.slow_replicas(store, ATTEMPT) == {0: ("n1", 2.5)}
+    for node in ("n1", "n2"):
+        replicas.leave_out(store, ATTEMPT, node)
+    assert replicas.left_out(store, ATTEMPT) == ["n1", "n2"]
+
+
 def test_of_the_attempts_before_it_one_avoids_who_was_at_fault(store):
     for number in (1, 3, 4):
         preflight.write_checked(store, f"{STAGE}/attempt-{number}", Checked(faults={f"n{number}": ["slow"]}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from kit.apiserver import ApiServer
 from kit.command_runs import until
@@ -11,6 +13,7 @@ from mlpipe.plan.plan import Replicas
 from mlpipe.store import replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import AttemptOutcome, write_outcome
+from mlpipe.store.preflight import write_slow
 from mlpipe.submit import replica_outcomes
 from mlpipe.submit.kubernetes import api as cluster_api
 from mlpipe.submit.kubernetes import replicas as replica_jobs
@@ -43,6 +46,13 @@ class Training:
                 if kind == "jobs"
             ]
         return sorted(int(one["mlpipe.dev/replica"]) for one in jobs if "mlpipe.dev/replica" in one)
+
+    def job(self, number):
+        return next(
+            body
+            for (kind, name), body in self.server.objects.items()
+            if kind == "jobs" and name.endswith(f"a1-{number}")
+        )
 
     def until(self, *numbers):
         until(lambda: self.numbers() == list(numbers), f"{numbers}, not {self.numbers()}")
@@ -100,6 +110,43 @@ def test_a_lost_node_costs_one_replica_and_another_number_comes(training):
     training.server.put("pods", pod)
     training.until(0, 2, 3, 4)
     assert training.handle.poll() is None
+
+
+def test_one_that_hinders_the_others_leaves_and_the_next_stays_off_its_node(training):
+    """By its number again, when its pod is gone; also where another driver takes over."""
+    jobs = {n: training.job(n) for n in range(4)}
+    for number, job in jobs.items():
+        metadata = {"name": f"p{number}", "labels": job["metadata"]["labels"]}
+        body = {"metadata": metadata, "spec": {"nodeName": f"n{number}"}, "status": {"phase": "Running"}}
+        training.server.put("pods", body)
+    write_slow(training.store, training.plan.attempt_key, b'{"n1": 1.5}', 1)
+    training.until(0, 2, 3)  # its pod saves
+    training.follow()
+    training.server.drop("pods", "p1")
+    training.until(0, 1, 2, 3)
+    text = json.dumps(training.job(1))
+    assert '"key": "metadata.name", "operator": "NotIn", "values": ["n1"]' in text
+    assert "NotIn" not in json.dumps(training.job(2))
+    said = "no replica shall run on n1: the others were faster without"
+    until(lambda: training.handle.note() == said, f"the note, not {training.handle.note()}")
+    for number in (0, 2, 3):
+        training.server.drop("pods", f"p{number}")
+
+
+@pytest.mark.parametrize(
+    ("slow", "num_left_out", "expected"),
+    [
+        ({1: ("b", 1.5)}, 0, None),  # three would take as long as it does
+        ({1: ("b", 1.6)}, 0, 1),
+        ({1: ("b", 1.6), 2: ("c", 3.0)}, 0, 2),
+        ({1: ("b", 1.6)}, 8, None),  # so many machines are not to blame
+        ({1: ("z", 9.0), 7: ("a", 9.0)}, 0, None),  # another node's word, and of one that is gone
+    ],
+)
+def test_who_hinders_the_others(slow, num_left_out, expected):
+    nodes = {0: "a", 1: "b", 2: "c"}
+    assert replica_outcomes.hinders(slow, nodes, Replicas(2, 4), num_left_out) == expected
+    assert replica_outcomes.hinders(slow, nodes, Replicas(3, 4), num_left_out) is None, "too few are left"
 
 
 @pytest.mark.parametrize("part", ["", "-2"])

@@ -15,6 +15,7 @@ from mlpipe.render.slurm import comment, parts_of
 from mlpipe.store import replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import AttemptOutcome, write_outcome
+from mlpipe.store.preflight import write_slow
 from mlpipe.submit import handle
 from mlpipe.submit.slurm import client
 from mlpipe.submit.slurm import replicas as replica_jobs
@@ -29,6 +30,7 @@ class Stand:
 
     def __init__(self, monkeypatch):
         self.lock, self.all, self.told = threading.RLock(), {}, []
+        self.avoided = {}
         self.refuses = lambda part: False
         self.saves = lambda part: None
         for name in ("jobs", "submit", "signal", "cancel", "kill", "start_now"):
@@ -38,12 +40,14 @@ class Stand:
         with self.lock:
             return [job for job in self.all.values() if job.name.startswith(prefix)]
 
-    def submit(self, script, folder, *, test_only=False):
+    def submit(self, script, folder, *, avoid=(), test_only=False):
         name = script.split("--job-name=", 1)[1].split("\n", 1)[0]
         with self.lock:
             if self.refuses(name.rpartition("/")[2]):
                 raise SubmitError("sbatch: no such partition", kind="input")
             number = len(self.all) + 1
+            if avoid:
+                self.avoided[number] = tuple(avoid)
             self.all[number] = client.Job(number, "RUNNING", "None", 0, 0, "n1", name, comment(script))
             return number
 
@@ -129,6 +133,18 @@ def test_each_part_has_a_job_of_its_own_and_as_many_as_are_wanted(training):
     training.follow()  # another driver takes over, and submits none that are not wanted
     replicas.want(training.store, training.plan.attempt_key, 3)
     training.until("coordinator", "0", "1", "2")
+
+
+def test_one_that_hinders_the_others_leaves_and_is_submitted_for_another_node(training):
+    for number in range(4):
+        training.slurm.becomes(training.number(str(number)), "RUNNING", nodes=f"n{number}")
+    write_slow(training.store, training.plan.attempt_key, b'{"n2": 1.5}', 2)
+    until(lambda: len(training.slurm.all) == 6, "another job")
+    assert training.slurm.told == [("USR2", "2")], "told to save, and no other"
+    assert training.slurm.avoided == {training.number("2"): ("n2",)}
+    training.until("coordinator", "0", "1", "2", "3")
+    said = "no replica shall run on n2: the others were faster without"
+    until(lambda: training.handle.note() == said, "the note")
 
 
 def test_what_slurm_queued_again_is_left_to_it_and_started(training):

@@ -161,6 +161,19 @@ def test_an_answer_that_was_lost_submits_no_second_job(tmp_path: Path, commands:
     assert sum(call.startswith("sbatch") for call in calls) == 1
 
 
+def test_nodes_to_be_avoided_are_added_to_those_of_the_script(tmp_path: Path, commands: Path) -> None:
+    """On the command line, which stands above it."""
+    stand_in(commands, "sbatch", f"echo \"$@\" >> '{tmp_path}/said'; echo 7")
+    for text in ("#SBATCH --exclude=n1,n[3-4]\n", "true\n"):
+        assert client.submit(text, str(tmp_path), avoid=["n7", "n8"]) == 7
+    client.submit("#SBATCH --exclude=n1\n", str(tmp_path))
+    assert (tmp_path / "said").read_text().splitlines() == [
+        "--parsable --exclude=n1,n[3-4],n7,n8",
+        "--parsable --exclude=n7,n8",
+        "--parsable",
+    ]
+
+
 def test_of_two_jobs_of_one_attempt_the_later_one_goes(tmp_path: Path, commands: Path) -> None:
     """The first answer came so late that the stage was submitted again."""
     both = [listed(tmp_path, "RUNNING"), listed(tmp_path, "PENDING", 8)]

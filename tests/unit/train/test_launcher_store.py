@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kit import plans
 
 from mlpipe._core.errors import NODE_FAULT_CODE, StoreError
 from mlpipe.plan.plan import Mesh, PreflightPlan
 from mlpipe.store.outcome import read_outcome
-from mlpipe.store.preflight import Checked, Ranked, read_checked, write_checked
+from mlpipe.store.preflight import Checked, Ranked, read_checked, slow_replicas, write_checked
 from mlpipe.train.launcher import Launcher
 from mlpipe.train.outcome import Outcome, write_slow
 from mlpipe.train.preflight.start import LOG, at_fault
@@ -56,6 +58,10 @@ def test_nodes_that_rank_0_names_as_slow_are_in_the_store_and_a_store_that_is_aw
     def gone(*_):
         raise StoreError("gone", kind="infrastructure")
 
+    replica = Launcher(plan, tmp_path / "plan.json", tmp_path)
+    replica.node = replace(replica.node, replica=3)
+    replica._ship_slow()
+    assert slow_replicas(launcher.store, plan.attempt_key) == {3: ("n1", 2.5)}
     monkeypatch.setattr(launcher.store, "put", gone)
     launcher._ship_slow()  # has nothing new to say
     write_slow(tmp_path, {})

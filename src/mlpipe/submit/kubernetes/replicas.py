@@ -3,7 +3,8 @@
 Each look compares the Jobs that there are with how many replicas are wanted, and makes or deletes what
 differs; nothing is remembered, so that a driver that takes over goes on. What befalls the pod of a replica is
 its Job's to mend; only a node that is lost for good, whose pod stays, costs its Job, and another number takes
-its place.
+its place. One that is so slow that the others do better without costs its Job, too; the next one stays off
+its node.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.plan.plan import Replicas
@@ -18,6 +20,7 @@ from mlpipe.render import names
 from mlpipe.render.kubernetes import replica_object
 from mlpipe.store import replicas
 from mlpipe.store.outcome import AttemptOutcome
+from mlpipe.store.preflight import slow_replicas
 from mlpipe.submit import replica_outcomes
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.kubernetes.api import Object, is_away
@@ -41,6 +44,7 @@ class ReplicaJobs(Gang):
         self._looked = self._noted = float("-inf")
         self._end: Ended | None = None
         self._deleted = self._killed = False
+        self._left_out: list[str] | None = None
         while True:
             changed.wait(_POLL_SECONDS)
             changed.clear()
@@ -121,6 +125,8 @@ class ReplicaJobs(Gang):
         if now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
+        if self._slow_ones_leave(by_number, pods):
+            return
         told = replicas.wanted(self._store, self._plan.attempt_key)
         wanted = replica_outcomes.num_wanted(self._limits, told, len(failed))
         staying = sorted(by_number.keys() - failed)
@@ -129,9 +135,27 @@ class ReplicaJobs(Gang):
         taken = by_number.keys() | {_number(pod) for pod in pods}
         free = (number for number in range(self._limits.most + len(taken)) if number not in taken)
         missing = wanted - len(staying)
-        new = [replica_object(self._plan, next(free)) for _ in range(missing)]
+        launch = replace(self._plan.launch, avoid=(*self._plan.launch.avoid, *(self._left_out or ())))
+        new = [replica_object(replace(self._plan, launch=launch), next(free)) for _ in range(missing)]
         if new:
             create_all(self._api, [*self._objects, *new])
+
+    def _slow_ones_leave(self, by_number: dict[int, Object], pods: list[Object]) -> bool:
+        """Whether one does, whose number is free afterwards."""
+        key = self._plan.attempt_key
+        if self._left_out is None:
+            self._left_out = replicas.left_out(self._store, key)
+        active = [pod for pod in pods if _is_active(pod) and _node(pod)]
+        nodes = {number: _node(pod) for pod in active if (number := _number(pod)) in by_number}
+        nodes = {number: node for number, node in nodes.items() if number is not None}
+        slow = slow_replicas(self._store, key)
+        number = replica_outcomes.hinders(slow, nodes, self._limits, len(self._left_out))
+        if number is not None:
+            replicas.leave_out(self._store, key, nodes[number])
+            self._left_out.append(nodes[number])
+            self._api.delete("Job", by_number.pop(number)["metadata"]["name"])
+        leaving = [pod for pod in active if _number(pod) not in by_number and _node(pod) in self._left_out]
+        return any(lost_for_good([pod], time.time()) is None for pod in leaving)
 
     def _say(
         self, pods: list[Object], coordinator: Object, by_number: dict[int, Object], failed: set[int]
@@ -144,6 +168,7 @@ class ReplicaJobs(Gang):
         # one on a lost node stays
         num_leaving = sum("deletionTimestamp" in pod["metadata"] for pod in active)
         self._note = self._why_pending(active, 1 + num_alive + num_leaving)
+        self._note = self._note or replica_outcomes.too_slow(self._left_out or ())
         if coordinator["spec"].get("suspend") and all(_number(pod) is not None for pod in active):
             self._note = f"without their coordinator the replicas wait: {self._note}"
         if failed:
@@ -197,6 +222,10 @@ def _numbered(jobs: Iterable[Object]) -> dict[int, Object]:
 def _number(found: Object) -> int | None:
     label = found["metadata"].get("labels", {}).get(names.REPLICA)
     return None if label is None else int(label)
+
+
+def _node(pod: Object) -> str:
+    return str(pod["spec"].get("nodeName") or "")
 
 
 def _is_active(pod: Object) -> bool:

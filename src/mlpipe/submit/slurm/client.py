@@ -22,6 +22,7 @@ _AWAY = re.compile(
 )
 _GONE = re.compile(r"invalid job id|already completing|already finished|not found", re.IGNORECASE)
 _STARTS = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
+_EXCLUDED = re.compile(r"^#SBATCH --exclude=(\S+)$", re.MULTILINE)
 _FIELDS = ("jobid", "state", "reason", "restartcnt", "exit_code", "nodelist", "name", "comment")
 _ENDED = [
     "BOOT_FAIL",
@@ -83,10 +84,12 @@ def _job(line: str) -> Job:
     return Job(int(number), state, reason, count, status, nodes, name, comment)
 
 
-def submit(script: str, folder: str, *, test_only: bool = False) -> int:
-    """The job's id; `test_only`: 0, after the controller has checked it. Raises AwayError when nobody knows
-    whether it was taken, else SubmitError (input)."""
+def submit(script: str, folder: str, *, avoid: Sequence[str] = (), test_only: bool = False) -> int:
+    """The job's id; `test_only`: 0, after the controller has checked it. `avoid`: nodes besides those that
+    the script excludes. Raises AwayError when nobody knows whether it was taken, else SubmitError (input)."""
     argv = ["sbatch", "--parsable", *(["--test-only"] if test_only else [])]
+    if avoid:  # which stands above what the script says
+        argv.append(f"--exclude={','.join([*_EXCLUDED.findall(script), *avoid])}")
     text = run(argv, stdin=script, folder=folder)
     number = text.strip().partition(";")[0]
     return int(number) if number.isdigit() and not test_only else 0

@@ -2,7 +2,8 @@
 
 Each look compares the jobs that there are with how many replicas are wanted, and submits or stops what
 differs; what jobs and outcomes say is all that another driver needs to go on. What befalls the node of a
-replica is Slurm's to mend, which queues its job again; the others hear of it by the coordinator alone.
+replica is Slurm's to mend, which queues its job again; the others hear of it by the coordinator alone. One
+that is so slow that the others do better without leaves, and is submitted anew for another node.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mlpipe.render.slurm import COORDINATOR, comment, job_name
 from mlpipe.store import replicas
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import AttemptOutcome
+from mlpipe.store.preflight import slow_replicas
 from mlpipe.submit import replica_outcomes
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import ThreadedHandle, ended_by
@@ -56,6 +58,7 @@ class ReplicaJobs(ThreadedHandle):
         self._asked: Asked = set()
         self._retired: set[int] = set()  # ids of jobs that are told to leave
         self._given_up: set[str] = set()
+        self._left_out: list[str] | None = None
         self._num_taken = 0  # replicas that Slurm took
         self._killing = False
         self._end: Ended | None = None
@@ -171,6 +174,7 @@ class ReplicaJobs(ThreadedHandle):
     def _scale(self, jobs: Mapping[str, Job], alive: set[str], free: set[str], num_failed: int) -> None:
         told = replicas.wanted(self._store, self._plan.attempt_key)
         wanted = replica_outcomes.num_wanted(self._limits, told, num_failed)
+        self._slow_ones_leave({int(part): jobs[part] for part in alive})
         staying = sorted((part for part in alive if jobs[part].id not in self._retired), key=int)
         for part in staying[wanted:]:
             self._retired.add(jobs[part].id)
@@ -181,15 +185,30 @@ class ReplicaJobs(ThreadedHandle):
         for part in sorted(free, key=int)[: max(0, wanted - len(staying))]:
             self._submit(part)
 
+    def _slow_ones_leave(self, alive: Mapping[int, Job]) -> None:
+        """One at a time."""
+        key = self._plan.attempt_key
+        if self._left_out is None:
+            self._left_out = replicas.left_out(self._store, key)
+        running = {number: job for number, job in alive.items() if job.state == "RUNNING"}
+        nodes = {number: job.nodes for number, job in running.items() if job.id not in self._retired}
+        slow = slow_replicas(self._store, key)
+        number = replica_outcomes.hinders(slow, nodes, self._limits, len(self._left_out))
+        if number is not None:
+            replicas.leave_out(self._store, key, nodes[number])
+            self._left_out.append(nodes[number])
+            self._retired.add(running[number].id)
+
     def _submit(self, part: str) -> None:
         """Raises AwayError when nobody knows whether it was taken: the next look shows it."""
         self._submits[part] += 1
-        client.submit(self._scripts[part], self._folder)
+        avoid = () if part == COORDINATOR else self._left_out or ()
+        client.submit(self._scripts[part], self._folder, avoid=avoid)
         self._num_taken += part != COORDINATOR
 
     def _say(self, jobs: Mapping[str, Job], failed: set[str]) -> None:
         waiting = [why_waiting(job.id, job.state, job.reason) for job in jobs.values() if not job.has_ended]
-        self._note = next(filter(None, waiting), "")
+        self._note = next(filter(None, waiting), replica_outcomes.too_slow(self._left_out or ()))
         if failed:
             self._note = f"replica {', '.join(sorted(failed, key=int))} is given up, the others go on"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -16,13 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlpipe._core import environment
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.gang_node import GangNode
 from mlpipe.plan.plan import Plan, PreflightPlan
 from mlpipe.plan.process import main_of_stage
 from mlpipe.store.open import open_store
 from mlpipe.store.preflight import Checked, Ranked
+from mlpipe.train.outcome import node_name
 from mlpipe.train.preflight import machine
 from mlpipe.train.preflight.gang import CHECK_SECONDS, MOST_PAIRS, Gang
 from mlpipe.train.preflight.remembered import SPEEDS, remember
@@ -35,7 +34,7 @@ def _run(plan: Plan, path: Path, scratch: Path) -> int:
     if limits is None:
         raise ValueError("the plan asks for no preflight")
     node = GangNode.from_environment()
-    report = Report(node.index, os.environ.get(environment.NODE_NAME) or socket.gethostname())
+    report = Report(node.index, node_name())
     began = time.monotonic()
     store = open_store(plan.store_url)
     ranked: Ranked | None = None

@@ -19,6 +19,7 @@ from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.loop import Loop
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.optim.update import Update
+from mlpipe.train.outcome import node_name, write_slow
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.replicas.exchange import MembershipChanged
 from mlpipe.train.replicas.replicas import Released, Replicas
@@ -40,6 +41,7 @@ class ElasticLoop(Loop):
     looked: bool = False  # at whether the model writes its buffers
     changed: bool = False  # who takes part, since the last step
     released: bool = False  # this replica stops without the others
+    named: dict[str, float] | None = None  # this node if it was told to be slow last; None: nobody knows yet
 
     def step(self) -> tuple[bool, bool]:
         """Until it is committed."""
@@ -65,6 +67,10 @@ class ElasticLoop(Loop):
                 self.replicas.void = self.changed = True
                 continue
             self.changed = False
+            last = self.recording.last
+            assert last is not None
+            own = (last.compute_seconds or 0.0) + (last.data_seconds or 0.0)
+            self.replicas.seconds_per_token = own / last.tokens if last.tokens else 0.0
             return stopping, save
 
     def rejoin(self) -> None:
@@ -102,12 +108,34 @@ class ElasticLoop(Loop):
     def total(self, totals: Tensor) -> None:
         """Of all replicas; a replica stops if it was asked to before the step was committed. Its ranks go the
         same way afterwards: one of them may have heard of the commit after the quorum was void."""
-        totals[[0, 1, 3]] = self.replicas.totals
+        num = len(totals)
+        totals[[0, 1, 3]] = self.replicas.totals[:3]
         totals[4] = float(self.replicas.leaves)
-        told = torch.cat([totals, totals.new_tensor([float(self.replicas.void)])])
+        void = totals.new_tensor([float(self.replicas.void)])
+        told = torch.cat([totals, void, self.replicas.totals[3:]])
         dist.all_reduce(told)
-        totals.copy_(told[:-1])
-        self.replicas.void = bool(told[-1])
+        totals.copy_(told[:num])
+        self.replicas.void = bool(told[num])
+        self.replicas.shares.heard(told[num + 1 :].tolist())
+
+    def more_fields(self) -> dict[str, Any]:
+        """Who is slow, too. What drives the replicas hears of this one from its launcher, and may put another
+        in its place."""
+        replicas, world = self.replicas, self.session.world
+        slowness, fields = replicas.shares.slowness, super().more_fields()
+        if slowness is None or len(replicas.members) == 1:
+            return fields
+        fields["slowness_ratio"] = slowness[replicas.index]
+        if world.rank == 0:
+            slow = replicas.shares.stragglers
+            fields["stragglers"] = {
+                str(replicas.members[index] * world.size): ratio for index, ratio in slow.items()
+            } or None
+            here = {node_name(): round(slow[replicas.index], 1)} if replicas.index in slow else {}
+            if here != self.named:
+                write_slow(self.session.stop.scratch, here)
+                self.named = here
+        return fields
 
     def save(self, *, best: bool = False) -> None:
         """One replica is enough."""

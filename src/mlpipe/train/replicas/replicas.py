@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mlpipe._core import environment
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.shares import Shares
 from mlpipe.store import replicas as store_replicas
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.optim.update import Update, after_load
@@ -34,7 +35,9 @@ class Released(Exception):  # no error: too few are there to go on, and this rep
 
 
 class Replicas:
-    """`validation`: its state, for those who are behind, and how it is taken up."""
+    """`validation`: its state, for those who are behind, and how it is taken up. `seconds_per_token`: that
+    this rank took in the last step. `shares`: what all members have heard of each other's, in their order,
+    since these take part; nothing is dealt by it."""
 
     def __init__(
         self,
@@ -53,6 +56,8 @@ class Replicas:
         self.leaving: list[int] = []
         self.void = True
         self.totals = torch.zeros(3, dtype=torch.float64)
+        self.seconds_per_token = 0.0
+        self.shares = Shares(1)
         self.more_scalars: Callable[[], dict[str, Any]] = dict
 
     @property
@@ -60,6 +65,11 @@ class Replicas:
         """Whether this replica writes checkpoints: the first of those that stay, or of all if none does."""
         staying = [one for one in self.members if one not in self.leaving] or self.members
         return staying[0] == self.member.replica
+
+    @property
+    def index(self) -> int:
+        """Of this replica among the members."""
+        return self.members.index(self.member.replica)
 
     @property
     def leaves(self) -> bool:
@@ -86,8 +96,8 @@ class Replicas:
                 self.members, self.leaving, self.void = [self.member.replica], [], False
                 raise Released
             self.quorum, self.members, self.leaving, self.void = reply["quorum"], reply["members"], [], False
-            index, size = self.members.index(self.member.replica), len(self.members)
-            world, self.session.num_replicas = self.session.world, size
+            index, size = self.index, len(self.members)
+            world, self.session.num_replicas, self.shares = self.session.world, size, Shares(size)
             self.loader.share = (index * world.num_data_ranks + world.data_rank, size * world.num_data_ranks)
             steps = reply["steps"]
             highest = max(steps)
@@ -114,10 +124,13 @@ class Replicas:
                 return position
 
     def commit(self, number: int, sums: LossSum) -> None:
-        """Sums gradients and `sums` over the replicas, or raises MembershipChanged with garbage in the
-        gradients. What a parameter has no gradient of here it may have elsewhere: zeros stand for it."""
-        self.totals = torch.stack([sums.loss_sum, sums.num_targets]).double().cpu()
-        self.totals = torch.cat([self.totals, torch.tensor([float(sums.num_tokens)], dtype=torch.float64)])
+        """Sums gradients and `sums` over the replicas, with what each tells of its last step, or raises
+        MembershipChanged with garbage in the gradients. What a parameter has no gradient of here it may have
+        elsewhere: zeros stand for it."""
+        summed = torch.stack([sums.loss_sum, sums.num_targets]).double().cpu()
+        told = torch.zeros(1 + len(self.members), dtype=torch.float64)
+        told[0], told[1 + self.index] = sums.num_tokens, self.seconds_per_token
+        self.totals = torch.cat([summed, told])
         gradients = []
         for shard in self.model.shards:
             if shard.parameter is not None and shard.parameter.requires_grad:
