@@ -69,13 +69,17 @@ def write_whole(path: Path, text: str) -> None:
 def locked(path: Path, seconds: float, doing: str, *, unless: Path | None = None) -> Iterator[None]:
     """One process or thread of this node at a time, by a file that is made. Whoever waits, waits no longer
     than until `unless` is there. Raises StoreError when another has been `doing` it for `seconds`."""
+    deadline = time.monotonic() + seconds
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        deadline = time.monotonic() + seconds
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                if is_open_as(fd, path):
+                    break
+                os.close(fd)  # whoever had it removed it, and the next one makes another
+                fd = -1
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except BlockingIOError:
                 if unless is not None and unless.exists():
                     break
@@ -88,4 +92,13 @@ def locked(path: Path, seconds: float, doing: str, *, unless: Path | None = None
         finally:  # a process forked meanwhile has the file open, too, and with it the lock
             fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
+
+
+def is_open_as(fd: int, path: Path) -> bool:
+    """Whether that file has this name still."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mlpipe._core.errors import StoreError
-from mlpipe._core.files import check_name, locked
+from mlpipe._core.files import check_name, is_open_as, locked
 from mlpipe.store.base import RESERVED, Buffer, LogWriter, ObjectInfo, check_key, check_prefix
 
 _TEMPORARY = f"{RESERVED}tmp-"
@@ -91,14 +92,13 @@ class FolderStore:
         path = self._path(key)
         if not path.parent.is_dir():
             return False
-        with (
-            _in_words(path, writing=True),
-            locked(path.parent / _LOCK, _LOCK_DEADLINE_SECONDS, "held this lock"),
-        ):
+        lock = locked(path.parent / _LOCK, _LOCK_DEADLINE_SECONDS, "held this lock")
+        with _in_words(path, writing=True), contextlib.ExitStack() as held:
             try:
+                held.enter_context(lock)
                 if _etag(path.read_bytes()) != etag:
                     return False
-            except FileNotFoundError:
+            except FileNotFoundError:  # it, or with it its folder
                 return False
             _write(path, [data], lambda temporary: os.replace(temporary, path))
         return True
@@ -189,9 +189,6 @@ class FolderStore:
                 raise StoreError("the file system does not read back what was written", where=self.url)
         finally:
             self.delete([key])
-            with contextlib.suppress(OSError):
-                (self.root / "probe" / _LOCK).unlink()
-            _remove_empty(self.root / "probe")
 
     def sweep(self, prefix: str, *, older_than_seconds: float) -> int:
         """Drops temporary files below `prefix` that writers who were killed left. Returns how many."""
@@ -290,11 +287,25 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_empty(folder: Path) -> bool:
-    try:
+    """A lock alone does not keep it, unless somebody has it."""
+    with contextlib.suppress(OSError):
         folder.rmdir()
-    except OSError:
+        return True
+    if not _has_only_a_lock(folder):
         return False
-    return True
+    with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_open_as(lock.fileno(), folder / _LOCK) and _has_only_a_lock(folder):
+            (folder / _LOCK).unlink()
+            folder.rmdir()
+            return True
+    return False
+
+
+def _has_only_a_lock(folder: Path) -> bool:
+    with contextlib.suppress(OSError), os.scandir(folder) as listing:
+        return all(entry.name == _LOCK for entry in listing)
+    return False
 
 
 def _walk(folder: Path, prefix: str, recursive: bool) -> Iterator[ObjectInfo]:
