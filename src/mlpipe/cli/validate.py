@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe.cli.session import CliSession, overrides, shared
+
+if TYPE_CHECKING:
+    from mlpipe.spec.model import Pipeline
+    from mlpipe.spec.problems import Problem
 
 
 @click.command()
@@ -41,9 +45,32 @@ def command(
             files.append({"file": spec, "problems": [asdict(problem) for problem in errors.problems]})
             lines.append(str(errors))
         else:
-            files.append({"file": spec, "problems": []})
+            impossible = _impossible(pipeline)
+            files.append({"file": spec, "problems": [asdict(problem) for problem in impossible]})
             number = len(pipeline.stages)
-            lines.append(f"{spec}: ok, {number} stage" + ("s" if number > 1 else ""))
+            ok = f"{spec}: ok, {number} stage" + ("s" if number > 1 else "")
+            lines.append("\n".join(map(str, impossible)) or ok)
     valid = not any(file["problems"] for file in files)
     session.result({"valid": valid, "files": files}, "\n".join(lines))
     return 0 if valid else EXIT_CODES["input"]
+
+
+def _impossible(pipeline: Pipeline) -> list[Problem]:
+    """Machines of several classes among which the planner cannot split a training: all that it has to know of
+    them is in the file."""
+    from mlpipe._core.errors import PlanError
+
+    problems = []
+    for stage in pipeline.stages:
+        if not stage.groups:
+            continue
+        from mlpipe.plan.ahead import plan_ahead
+        from mlpipe.spec.problems import Problem
+
+        try:
+            plan_ahead(pipeline, stage.name, "", pipeline.name[:40])
+        except PlanError as error:
+            place = pipeline.place(stage.name)
+            if place is not None and error.where == str(place):
+                problems.append(Problem.at(place, error.message, error.hint))
+    return problems

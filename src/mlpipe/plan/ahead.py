@@ -29,14 +29,15 @@ def plan_ahead(
     traced: Traced | None = None,
 ) -> Plan:
     """The plan as far as it is known before anything has run, for this machine or for a cluster's. Raises
-    PlanError."""
-    return build_plan(
-        pipeline,
-        stage_name,
-        Start(run_id, 1, store_url, resume=True),
-        stage_hardware(pipeline, stage_name, cluster=cluster),
-        traced,
-    )
+    PlanError, with the stage's place in the file where it concerns all of it."""
+    try:
+        hardware = stage_hardware(pipeline, stage_name, cluster=cluster)
+        return build_plan(pipeline, stage_name, Start(run_id, 1, store_url, resume=True), hardware, traced)
+    except PlanError as error:
+        if error.where in (None, f"stage {stage_name!r}"):
+            place = pipeline.place(stage_name)
+            error.where = error.where if place is None else str(place)
+        raise
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.spec import kubernetes_rules, network, rules, slurm
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.problems import Place, Problem, SpecErrors, closest
-from mlpipe.spec.tree import JSON_KEYS, MAX_BYTES, Ambiguous, Node, parse, scalar
+from mlpipe.spec.tree import JSON_KEYS, MAX_BYTES, Ambiguous, Node, get, items_of, parse, scalar, text_of
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
@@ -81,7 +81,17 @@ def load_pipeline_text(text: str | bytes, name: str, *, overrides: Sequence[str]
         pipeline, problems = _with_sweep(root, name)
     if problems or pipeline is None:
         raise SpecErrors(problems)
+    pipeline._origin.places.update(_places(root))
     return pipeline
+
+
+def _places(root: Node) -> dict[str, Place]:
+    places = {}
+    for stage in items_of(root, "stages"):
+        node, resources = get(stage, "name"), get(stage, "resources")
+        if (name := text_of(node)) is not None and node is not None:
+            places[name] = node.place if resources is None else resources.key or resources.place
+    return places
 
 
 def _with_sweep(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:

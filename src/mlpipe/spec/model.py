@@ -6,11 +6,12 @@ fields or stages at once is in `spec/rules.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
+from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, create_model
 
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.spec import fields as f
@@ -18,6 +19,7 @@ from mlpipe.spec.base import SpecModel, one_of
 from mlpipe.spec.kubernetes import Kubernetes
 from mlpipe.spec.network import Network
 from mlpipe.spec.part import spec_part
+from mlpipe.spec.problems import Place
 from mlpipe.spec.slurm import Slurm
 from mlpipe.spec.sweep import Sweep
 
@@ -236,8 +238,18 @@ class Stage(_OfAnyKind):
         return self.work if isinstance(self.work, model) else None
 
 
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """`places`: by the name of a stage, where its resources stand in the file, or else its name. Pipelines
+    are equal wherever they stand."""
+
+    places: dict[str, Place] = dataclasses.field(default_factory=dict, compare=False)
+
+
 class Pipeline(SpecModel):
     """The whole file."""
+
+    _origin: Origin = PrivateAttr(default_factory=Origin)
 
     version: Literal[1] = Field(description="Of this format.")
     name: f.Name = Field(description="Starts the run ids.")
@@ -262,6 +274,10 @@ class Pipeline(SpecModel):
             if stage.name == name:
                 return stage
         raise KeyError(name)
+
+    def place(self, stage: str) -> Place | None:
+        """For an error that concerns all of the stage; None: nobody has read it from a file."""
+        return self._origin.places.get(stage)
 
     def resolved_yaml(self) -> str:
         """All overrides and defaults written out; loads back to an equal Pipeline in any YAML parser."""

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import PRESETS
+from mlpipe.cli.session import CliSession
+from mlpipe.cli.validate import command as validate
 from mlpipe.kinds.train.spec import Preset, Strategy
+from mlpipe.plan.ahead import plan_ahead
 from mlpipe.plan.allocators import glibc
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.candidates import micro_batches, precision_on
@@ -544,3 +548,39 @@ def test_an_evaluation_needs_files_that_are_held_out() -> None:
     files = plan_of(held_out, "evaluate", cpu()).work.data.files
     assert files is not None
     assert (files.format, files.path, files.validation) == ("parquet", "/data", "/held")
+
+
+GROUPED = """version: 1
+name: g
+stages:
+- name: train
+  train:
+    model: {preset: llama-70b, seq_len: 4096}
+    data: {tokens: ./tokens, batch_tokens: 1048576}
+    steps: 10
+  resources:
+  - {nodes: 1, gpus_per_node: 1, gpu: H100-80GB}
+  - {nodes: 2, gpus_per_node: 1, gpu: A100-40GB}
+"""
+
+
+def test_what_no_plan_can_do_is_told_with_its_line(tmp_path):
+    """Of groups of machines by `validate`, too: all that the planner has to know is in the file."""
+    path = tmp_path / "p.yaml"
+    path.write_text(GROUPED)
+    alone = ('train.resources={"nodes": 1, "gpus_per_node": 1, "gpu": "H100-80GB"}',)
+    for overrides, where in (((), f"{path}:9:3"), (alone, f"--set {alone[0]}")):
+        pipeline = load_pipeline(path, overrides=overrides)
+        assert pipeline == load_pipeline_text(pipeline.resolved_yaml(), "elsewhere")
+        with pytest.raises(PlanError, match="no strategy") as caught:
+            plan_ahead(pipeline, "train", "", "r")
+        assert caught.value.where == where
+    told = validated(path)
+    assert told.return_value == 2
+    assert told.stdout.startswith(f"{path}:9:3: no strategy whose workers")
+    path.write_text(GROUPED.replace("70b", "1b"))
+    assert validated(path).return_value == 0
+
+
+def validated(path: Path) -> Result:
+    return CliRunner().invoke(validate, [str(path)], obj=CliSession(), standalone_mode=False)
