@@ -29,7 +29,8 @@ class RunPlace(SpecModel):
     resources: Resources | None = Field(
         None,
         description="Its hardware: replaces these keys in `resources` of each training. With `gpu` or "
-        "`gpus_per_node` the file's `workers_per_node`, `device` and `hardware` do not count.",
+        "`gpus_per_node` the file's `workers_per_node`, `device` and `hardware` do not count. "
+        "Trainings on CPUs heed `gpu` only with `gpus_per_node`.",
     )
     usd_per_gpu_hour: f.NotNegative | None = Field(
         None, description="Of one GPU, or CPU worker. Default: the pipeline file's, else the catalogue's."

@@ -18,7 +18,7 @@ from mlpipe.spec.tree import Node, each_alone, get, items_of, problem_of_key, te
 _SECRET = re.compile(
     r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_?KEY|ACCESS_KEY|(^|_)TOKEN$", re.IGNORECASE
 )
-_OF_GPUS = ("gpus_per_node", "gpu", "slice", "gpu_sharing")
+OF_GPUS = ("gpus_per_node", "gpu", "slice", "gpu_sharing")
 TAKEN = re.compile(
     r"MLPIPE_.*|TORCHELASTIC_.*|PET_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME"
 )
@@ -51,7 +51,7 @@ def check(root: Node) -> list[Problem]:
         problems += _references(stage, graph)
         problems += _placeholders(stage, graph)
     alone = [one for stage in stages for one in each_alone(stage)]
-    if any(get(one, "resources", key) for one in alone for key in _OF_GPUS):
+    if any(get(one, "resources", key) for one in alone for key in OF_GPUS):
         from mlpipe.spec import gpu_rules  # of few files
 
         problems += gpu_rules.check(alone)

@@ -21,6 +21,7 @@ from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.places import Goal, RunPlace
 from mlpipe.spec.problems import SpecErrors
+from mlpipe.spec.rules import OF_GPUS
 from mlpipe.submit import backends
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.submission import Availability, Submission
@@ -105,9 +106,11 @@ def _told(error: MlpipeError) -> str:
 
 def _overrides(place: RunPlace, pipeline: Pipeline) -> Iterator[str]:
     """As `--set` takes them."""
-    resources = {} if place.resources is None else place.resources.model_dump(exclude_unset=True)
+    there = {} if place.resources is None else place.resources.model_dump(exclude_unset=True)
     for name in trainings(pipeline):
-        own = pipeline.stage(name).resources
+        own, resources = pipeline.stage(name).resources, there
+        if "gpus_per_node" not in there and (own is None or not own.gpus_per_node):  # it trains on CPUs
+            resources = {key: value for key, value in there.items() if key not in (*OF_GPUS, "device")}
         if own is not None and resources.keys() & {"gpu", "gpus_per_node"}:
             described = [
                 key for key in ("device", "hardware", "workers_per_node") if getattr(own, key) is not None

@@ -228,6 +228,7 @@ def test_a_gang_that_got_only_some_of_its_pods(api, server):
     assert why_pending(api, LABELS, 2) == ""
 
 
+TOPOLOGY = 'couldn\'t assign flavors to pod set worker: topology "racks"'
 KUEUE = {
     "couldn't assign flavors to pod set worker: insufficient unused quota for cpu in flavor default, 2 more "
     "needed": "wait for other runs",
@@ -246,6 +247,17 @@ KUEUE = {
     'couldn\'t assign flavors to pod set worker: topology "racks" allows to fit only 1 out of 2 pod(s)': "near",
     "couldn't assign flavors to pod set worker: topology \"racks\" doesn't allow to fit any of 2 slice(s). Total "
     'nodes: 4; excluded: resource "cpu": 4': "near",
+    f'{TOPOLOGY} doesn\'t allow to fit any of 1 pod(s). Total nodes: 9; excluded: resource "cpu": 2, taint '
+    '"nvidia.com/gpu=present:NoSchedule": 6': "kubernetes.tolerations",
+    f"{TOPOLOGY} allows to fit only 1 out of 2 pod(s). Total nodes: 4; excluded: taint "
+    '"node.kubernetes.io/unreachable:NoSchedule": 3': "not ready",
+    f'{TOPOLOGY} doesn\'t allow to fit any of 1 pod(s). Total nodes: 4; excluded: nodeSelector: 2, resource "cpu": '
+    '1, taint "key=value:NoSchedule": 1': "kubernetes.node_selector",
+    f"{TOPOLOGY} doesn't allow to fit any of 1 pod(s). Total nodes: 1; excluded: affinity: 1": "kubernetes.node_selector",
+    f'{TOPOLOGY} doesn\'t allow to fit any of 1 pod(s). Total nodes: 8; excluded: resource "cpu": 5, taint '
+    '"key=value:NoSchedule": 3': "near",
+    f"{TOPOLOGY} allows to fit only 3 out of 4 pod(s). Total nodes: 9; excluded: taint "
+    '"node.kubernetes.io/unreachable:NoSchedule": 2': "near",
     'couldn\'t assign flavors to pod set worker: Flavor "all" does not support TopologyAwareScheduling': "topologyName",
 }
 

@@ -149,6 +149,19 @@ def test_hardware_that_a_place_names_is_not_described_as_the_files(elsewhere):
     assert resources == Resources(gpu="H100-80GB", gpus_per_node=4)
 
 
+def test_a_place_that_says_which_gpus_it_has_takes_what_trains_on_cpus_too(elsewhere):
+    asked = submission()
+    document = json.loads(asked.text)
+    document["stages"].append({"name": "c", "train": TRAIN, "resources": {"workers_per_node": 2}})
+    text = json.dumps(document)
+    asked = replace(asked, text=text, pipeline=load_pipeline_text(text, "p.yaml"))
+    (one,) = ask([place(resources={"gpu": "H100-80GB", "nodes": 2})], asked)
+    assert one.cannot is None
+    stages = one.submission.pipeline
+    assert stages.stage("a").resources == Resources(gpu="H100-80GB", gpus_per_node=8, nodes=2)
+    assert stages.stage("c").resources == Resources(workers_per_node=2, nodes=2)
+
+
 @pytest.mark.parametrize(("backend", "options"), [("nowhere", {}), ("elsewhere", {"odd": "1"})])
 def test_a_backend_or_an_option_that_is_none_is_an_error_not_an_answer(elsewhere, backend, options):
     wrong = RunPlace.model_validate({"name": "x", "backend": backend, "options": options})

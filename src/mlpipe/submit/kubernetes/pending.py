@@ -32,11 +32,11 @@ _REMEDIES = {
     r"Insufficient memory": "no node has that much free memory: wait, or lower resources.memory",
     r"Insufficient ephemeral-storage": "no node has that much free disk: wait, or lower resources.disk",
     r"Too many pods": "the nodes hold as many pods as they may: wait, or add nodes",
-    r"node affinity/selector|match node affinity": "no such node: look at resources.gpu and "
-    "kubernetes.node_selector",
+    r"node affinity/selector|match node affinity|^(nodeSelector|affinity)": "no such node: look at "
+    "resources.gpu and kubernetes.node_selector",
     _LOST_TAINTS: "the node is not ready: see kubectl get nodes",
-    r"untolerated taint|had taints? ": "add the nodes' taint to kubernetes.tolerations, if the run belongs "
-    "there: kubectl get nodes -o custom-columns=NODE:.metadata.name,TAINTS:.spec.taints",
+    r"untolerated taint|had taints? |^taint ": "add the nodes' taint to kubernetes.tolerations, if the run "
+    "belongs there: kubectl get nodes -o custom-columns=NODE:.metadata.name,TAINTS:.spec.taints",
     r"were unschedulable": "the nodes are cordoned: wait, or kubectl uncordon them",
     r"volume node affinity|PersistentVolume's node affinity|available volume zone": "the volume lies where "
     "the pod may not run: look at kubernetes.volumes and kubernetes.node_selector",
@@ -206,7 +206,21 @@ def _told(message: str) -> str:
 
 def remedy(message: str) -> str | None:
     """What to do about what the cluster says; None where nobody foresaw it."""
-    return _first(_REMEDIES, message)
+    return _first(_REMEDIES, _what_counts(message))
+
+
+def _what_counts(message: str) -> str:
+    """Of a topology of Kueue that a gang does not fit into: what keeps it from more of the nodes than are
+    left, in Kueue's words, like `taint "a=b:NoSchedule"`; else that it does not fit."""
+    told = re.search(r"(.*?)\. Total nodes: (\d+); excluded: (.*)", message)
+    if told is None:
+        return message
+    found = re.findall(
+        r'(nodeSelector|affinity|taint "[^"]*"): (\d+)', told[3]
+    )  # the rest is of these nodes' room
+    counts = {why: int(number) for why, number in found}
+    why = max(counts, key=counts.__getitem__, default="")
+    return why if counts and counts[why] > int(told[2]) - sum(counts.values()) else told[1]
 
 
 def _first(remedies: Mapping[str, str], message: str) -> str | None:
