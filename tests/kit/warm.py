@@ -64,9 +64,10 @@ KINDS = {
         "mlpipe.train.without_dynamo", "mlpipe.train.launcher", "torch.distributed.run", *_TRAIN,
         "mlpipe.train.parallel.fully_shard",
     ),
-    # ranks of any strategy, and a class of `transformers`: two seconds for each of four
+    # ranks of any strategy, a class of `transformers`, and the compiler: three seconds for each of four
     "ranks": (
-        "torch._dynamo", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", *_TRAIN,
+        "torch._inductor.compile_fx", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama",
+        *_TRAIN,
     ),
 }  # fmt: skip
 _START_SECONDS = 300.0

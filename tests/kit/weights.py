@@ -34,11 +34,11 @@ def held(store: Path, plan: Plan, *, optimizer: bool = True) -> dict[str, Tensor
     assert latest is not None
     assert latest.step == plan.work.training.steps
     manifest = catalogue.load_manifest(folder, latest.key)
-    shapes = {name: tuple(one["shape"]) for name, one in manifest["tensors"].items()}
-    shards = [
-        LocalShard(name, torch.full(shape, torch.nan), shape, (0,) * len(shape))
-        for name, shape in shapes.items()
-        if optimizer or name.startswith("model.")
-    ]
+    shards = []
+    for name, one in manifest["tensors"].items():
+        if optimizer or name.startswith("model."):
+            shape, dtype = tuple(one["shape"]), getattr(torch, one["dtype"])
+            empty = torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
+            shards.append(LocalShard(name, empty, shape, (0,) * len(shape)))
     load(folder, latest.key, manifest, shards)
     return {shard.name: shard.local for shard in shards}

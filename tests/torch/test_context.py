@@ -327,7 +327,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
                 micro_batch=4,
                 accumulation=4,
             ),
-            plan("selective", Mesh(cp=2), steps=6, activation_checkpointing="selective"),
+            plan(
+                "selective",
+                Mesh(cp=2),
+                steps=6,
+                activation_checkpointing="selective",
+                buckets="auto",
+                deterministic=False,
+            ),
             plan("low", Mesh(cp=2), steps=6, precision="bf16"),
             plan("ring", Mesh(cp=2), validate=VALIDATED, context_exchange="ring"),
             plan("low-ring", Mesh(cp=2), steps=6, precision="bf16", context_exchange="ring"),
@@ -387,7 +394,7 @@ def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str) -> 
 
 
 @pytest.mark.combines("cp", "activation_checkpointing full", "accumulation", "offload *")
-@pytest.mark.combines("cp", "activation_checkpointing selective")
+@pytest.mark.combines("cp", "activation_checkpointing selective", "buckets auto")
 @pytest.mark.combines("cp", "dp_replicate", "strategy zero1")
 @pytest.mark.combines("cp", "tp", "dp_shard")
 @pytest.mark.combines("cp", "context ring", "dp_shard", "activation_checkpointing full")
@@ -404,6 +411,8 @@ def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str) -> 
 def test_what_it_is_combined_with_changes_nothing(trained: Any, run: str) -> None:
     store, made = trained
     steps = made[run][0].work.training.steps
+    if made[run][0].work.training.buckets == "auto":
+        assert plans.records(store, made[run][0])[0]["bucket_seconds"], "sizes were tried"
     assert losses(trained, run) == pytest.approx(losses(trained, "alone")[:steps], rel=1e-5)
     norms = [plans.by_step(store, made[one][0], "grad_norm")[:steps] for one in (run, "alone")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)  # AdamW hides a scaled gradient

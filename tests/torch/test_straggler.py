@@ -68,6 +68,7 @@ def test_the_slow_rank_is_named(tmp_path):
 
 @pytest.mark.combines("dp_replicate", "stragglers move_load")
 @pytest.mark.combines("dp_shard", "stragglers move_load")
+@pytest.mark.combines("dp_replicate", "resources in groups")
 @pytest.mark.combines("dp_shard", "resources in groups")
 def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
     """Rank 1 takes four times as long for a sample: it gets fewer of them, and is named. Losses and
@@ -85,6 +86,10 @@ def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
             tmp_path / "store", tokens, run_id="groups", model=even, strategy="zero2", groups=GROUPS,
             **{**common, "communication": "resident", "reshard_after_forward": False},
         ),
+        "groups of copies": plans.train_plan(
+            tmp_path / "store", tokens, run_id="groups-of-copies", model=even, groups=GROUPS,
+            **{**common, "communication": "resident"},
+        ),
         "fsdp": plans.train_plan(
             tmp_path / "store", tokens, run_id="fsdp", model=paced, strategy="fsdp",
             **{**common, **moved, "reshard_after_forward": False, "steps": 20},
@@ -95,8 +100,8 @@ def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
     plans.run_together([*made.values(), rest], tmp_path / "run")
     expected = plans.losses(tmp_path / "store", made["even"])
     resumed = plans.losses(tmp_path / "store", made["fsdp"]) + plans.losses(tmp_path / "store", rest)
-    groups = plans.losses(tmp_path / "store", made["groups"])
-    for found in (plans.losses(tmp_path / "store", made["ddp"]), resumed, groups):
+    others = (plans.losses(tmp_path / "store", made[name]) for name in ("ddp", "groups", "groups of copies"))
+    for found in (resumed, *others):
         assert found == pytest.approx(expected, rel=1e-6)
     parameters = {
         name: weights(tmp_path / "store", plan, tmp_path / "out")
@@ -104,17 +109,18 @@ def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
     }
     for name, found in parameters.items():
         for tensor, value in parameters["even"].items():
-            most = 1e-5 if name == "groups" else 1e-6
+            most = 1e-5 if name.startswith("groups") else 1e-6
             torch.testing.assert_close(found[tensor], value, rtol=0, atol=most, msg=f"{name} {tensor}")
-    first, second = (
-        [
-            one["tokens"]
-            for one in plans.records(tmp_path / "store", made["groups"], rank)
-            if one["kind"] == "step"
-        ]
-        for rank in (0, 1)
-    )
-    assert (set(first), set(second)) == ({11 * 32}, {5 * 32}), "from the first step on"
+    for name in ("groups", "groups of copies"):
+        first, second = (
+            {
+                one["tokens"]
+                for one in plans.records(tmp_path / "store", made[name], rank)
+                if one["kind"] == "step"
+            }
+            for rank in (0, 1)
+        )
+        assert (first, second) == ({11 * 32}, {5 * 32}), "from the first step on"
     for plan in (made["ddp"], made["fsdp"]):
         ranks = [
             [record for record in plans.records(tmp_path / "store", plan, rank) if record["kind"] == "step"]

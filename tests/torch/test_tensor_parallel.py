@@ -51,15 +51,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
         plan("tied", CHAIN[0], **tied, activation_checkpointing="full", micro_batch=4, offload="all"),
         plan("low", CHAIN[0], steps=SHORT, precision="bf16", activation_checkpointing="selective"),
     ]
+    # large enough that sizes of buckets are tried
+    wide: Any = {"model": plans.model_plan(ffn_dim=352), "steps": SHORT}
+    copied = plan("copied", CHAIN[3], **wide, buckets="auto", deterministic=False)
+    wide_alone = plan("wide-alone", Mesh(), **wide)
     sharded = plan("sharded", CHAIN[1])
     tied_alone = plan("tied-alone", Mesh(), **tied)
     plans.run_together([*two, chain[0]], folder / "two")
     plans.run_together([sharded, chain[1]], folder / "four")
-    plans.run_together([alone, tied_alone, chain[2]], folder / "one")
-    plans.run_together([chain[3]], folder / "four-again")
+    plans.run_together([alone, tied_alone, wide_alone, chain[2]], folder / "one")
+    plans.run_together([chain[3], copied], folder / "four-again")
     killed = plan("killed", CHAIN[0], **plans.dying())
     plans.launch_dying(killed, folder / "store", folder / "killed")
-    found = {one.run_id: [one] for one in (alone, *two, sharded, killed)}
+    found = {one.run_id: [one] for one in (alone, *two, wide_alone, copied, sharded, killed)}
     return folder / "store", found | {"chain": chain, "tied-alone": [tied_alone]}
 
 
@@ -88,6 +92,13 @@ def test_losses_and_parameters_are_those_of_one_rank(trained: Any, run: str, oth
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.combines("tp", "dp_replicate", "buckets auto")
+def test_any_size_of_buckets_gives_the_same(trained: Any) -> None:
+    store, made = trained
+    assert losses(trained, "copied") == pytest.approx(losses(trained, "wide-alone"), rel=1e-5)
+    assert plans.records(store, made["copied"][0])[0]["bucket_seconds"], "sizes were tried"
 
 
 @pytest.mark.combines("tp", "precision bf16", "activation_checkpointing selective")
