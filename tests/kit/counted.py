@@ -1,6 +1,7 @@
-"""`torchrun -m kit.counted LIST`: as kit.many, and counts what the host is asked to do. Rank 0 writes it
-beside LIST, as `counts-<run id>.json`: calls of operators, allocations, numbers read from tensors (on a GPU
-each makes the host wait for the device), and calls and bytes of each collective."""
+"""`torchrun -m kit.counted LIST`: as kit.many, and counts what the host of rank 0 is asked to do: calls of
+operators, allocations, numbers read from tensors (on a GPU each makes the host wait for the device), and
+calls and bytes of each collective. Beside LIST, in `counts-<run id>.json`: the counts by the number of the
+step that began then, and at the "end"."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from kit import many
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mlpipe.train.loop import Loop
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
 
@@ -68,15 +70,24 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-_run = Session.run
+_run, _step = Session.run, Loop.step
 
 
 def _counted(session: Session, progress: list[int]) -> Outcome:
+    if session.process.rank:
+        return _run(session, progress)
+    found: dict[str, dict[str, int]] = {}
     with Counts() as counts:
+
+        def step(loop: Loop) -> tuple[bool, bool]:
+            found[str(loop.position.step + 1)] = dict(counts.found)
+            return _step(loop)
+
+        Loop.step = step  # type: ignore[method-assign, assignment]
         ended: Outcome = _run(session, progress)
-    if session.process.rank == 0:
-        path = Path(sys.argv[1]).with_name(f"counts-{session.plan.run_id}.json")
-        path.write_text(json.dumps(counts.found))
+    found["end"] = counts.found
+    path = Path(sys.argv[1]).with_name(f"counts-{session.plan.run_id}.json")
+    path.write_text(json.dumps(found))
     return ended
 
 

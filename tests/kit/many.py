@@ -1,8 +1,9 @@
 """`torchrun -m kit.many LIST`: runs the stages of several plans one after the other in one set of workers.
 
 Importing torch costs seconds a process; the tests that compare many strategies pay it once. LIST is a
-JSON file: {"plans": [[path of plan.json, scratch folder], ...], "resave": bool}. Failures are written where
-the launcher's workers write them; a hang is ended by the watchdog of the plan that hangs.
+JSON file: {"plans": [[path of plan.json, scratch folder], ...], "resave": bool, "compiler": the backend of
+torch.compile, or null for its own}. Failures are written where the launcher's workers write them; a hang is
+ended by the watchdog of the plan that hangs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from kit.servers import free_port
 
@@ -45,6 +48,8 @@ def main() -> int:
     asked = json.loads(Path(sys.argv[1]).read_text())
     if asked["resave"]:
         prepare.resume = _resume_and_save  # type: ignore[attr-defined]
+    if asked["compiler"]:
+        torch.compile = partial(torch.compile, backend=asked["compiler"])
     failed = False
     for number, (path, folder) in enumerate(asked["plans"]):
         # a store of its own for every plan, as in separate runs

@@ -272,16 +272,19 @@ def run_together(
     resave: bool = False,
     may_fail: bool = False,
     worker: str = "kit.many",
+    compiler: str | None = None,
 ) -> None:
     """Runs plans of one world size in one torchrun (of `worker`), one after the other. Raises with the output
-    if one fails, unless it `may_fail`. With `resave` what was loaded is saved again before the first step."""
+    if one fails, unless it `may_fail`. With `resave` what was loaded is saved again before the first step.
+    Under the `compiler` "aot_eager" graphs are cut and differentiated as ever, and run as they are: no kernel
+    is made of them, by C++, which takes 10 CPU seconds a model."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for number, plan in enumerate(plans):
         path = folder / f"plan-{number}.json"
         path.write_text(plan.to_json())
         entries.append([str(path), str(folder / f"scratch-{number}")])
-    (folder / "list.json").write_text(json.dumps({"plans": entries, "resave": resave}))
+    (folder / "list.json").write_text(json.dumps({"plans": entries, "resave": resave, "compiler": compiler}))
     output = folder / "output.log"
     world_size = plans[0].launch.nproc_per_node
     code = run_ranks(world_size, worker, str(folder / "list.json"), output=output, timeout=timeout)

@@ -150,7 +150,7 @@ def test_the_training_is_the_same_bit_for_bit_with_and_without_it(trained, strat
 def test_it_gathers_weights_for_its_own_passes_and_leaves_none_to_the_next_step(trained, strategy, gathers):
     """Two blocks and what is around them, in each of two passes or, where they stay, in the first."""
     counts = [
-        json.loads((trained["folder"] / "two" / f"counts-{strategy} dropout {onoff}.json").read_text())
+        json.loads((trained["folder"] / "two" / f"counts-{strategy} dropout {onoff}.json").read_text())["end"]
         for onoff in ("off", "on")
     ]
     found = [sum(one.get(name, 0) for name in ("_allgather_base_", "allgather_")) for one in counts]
