@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 from kit.plans import environment, train_plan
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
 
 from mlpipe.train import torchrun
@@ -149,3 +150,23 @@ def test_nodes_are_numbered_by_their_places_where_torchrun_would_go_by_names(mon
     )
     rendezvous._DistributedRendezvousOpExecutor._mark_rendezvous_complete(completes)
     assert [state.participants[told[place]] for place in (0, 1, 2, 10)] == [0, 1, 2, 3]
+
+
+def test_a_node_that_owes_its_restart_to_another_has_the_same_number_as_that_one(monkeypatch):
+    """The agent whose own rank failed has a restart less to go; the one that heard of it before its rank did
+    has not, and each starts ranks in the second round."""
+    told = {}
+
+    def start(self, group):
+        told[self.name] = group.spec.max_restarts - self._remaining_restarts
+        return {}
+
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", start)
+    torchrun._count_rounds()
+    holder = SimpleNamespace(state=SimpleNamespace(round=1))
+    spec = SimpleNamespace(max_restarts=3, rdzv_handler=SimpleNamespace(_state_holder=holder))
+    for name, left in (("failed", 2), ("heard of it", 3)):
+        agent = SimpleNamespace(name=name, _remaining_restarts=left)
+        LocalElasticAgent._start_workers(agent, SimpleNamespace(spec=spec))
+        assert agent._remaining_restarts == left, "what may still fail is its own"
+    assert told == {"failed": 1, "heard of it": 1}

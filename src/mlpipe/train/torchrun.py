@@ -27,7 +27,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from mlpipe.plan.gang_node import GangNode
 from mlpipe.train import debugger, without_dynamo
@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
     _fork_in(subprocess_handler)
     node = GangNode.from_environment()
     _number_nodes(node.index)
+    _count_rounds()
     if node.index and not _first_node_listens(node.rendezvous):
         words = f"node 0 did not listen at {node.rendezvous} within {RENDEZVOUS_SECONDS:.0f} s"
         print(f"{words}; is its pod running? `mlpipe status` says why it is not")  # noqa: T201
@@ -80,6 +81,26 @@ def _number_nodes(index: int) -> None:
     node = rendezvous._NodeDesc
     rendezvous.DynamicRendezvousHandler._node_desc_generator._local_id = index << 32
     node.__lt__ = lambda one, other: one.local_id < other.local_id  # type: ignore[assignment,method-assign]
+
+
+def _count_rounds() -> None:
+    """As restarts, which are the same on all nodes then. torchrun counts those of its own node, and not one
+    that it owes to another node's: after a rank dies, a node that hears of it before its own rank fails, as
+    where one was cut off for long, would be a restart behind, and its ranks wait for the others by another
+    name."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    start = LocalElasticAgent._start_workers
+
+    def counted(self: Any, group: Any) -> dict[int, Any]:
+        left = self._remaining_restarts
+        self._remaining_restarts = group.spec.max_restarts - group.spec.rdzv_handler._state_holder.state.round
+        try:
+            return start(self, group)
+        finally:
+            self._remaining_restarts = left
+
+    LocalElasticAgent._start_workers = counted  # type: ignore[method-assign]
 
 
 def _start_fork_server() -> None:
