@@ -15,7 +15,7 @@ from kit.weights import weights
 
 from mlpipe._core.record_lines import parse
 from mlpipe.observe.progress import live_line, summarize
-from mlpipe.plan.plan import Entry, GroupPlan, ModelPlan
+from mlpipe.plan.plan import Entry, GroupPlan, ModelPlan, PreflightPlan
 from mlpipe.train.outcome import SLOW_FILE
 
 pytestmark = pytest.mark.torch
@@ -31,6 +31,7 @@ GROUPS = (
     GroupPlan("fast", 1, 1, 1.3333, micro_batch=4, activation_checkpointing="none", **_OTHERS, **_PRICES),
     GroupPlan("slow", 1, 1, 0.66667, micro_batch=1, activation_checkpointing="full", **_OTHERS, **_PRICES),
 )
+PREFLIGHT = PreflightPlan(slow_ratio=0.5, clock_seconds=3600.0, disk_bytes=1, store_bytes_per_second=1.0)
 
 
 def test_the_slow_rank_is_named(tmp_path):
@@ -73,7 +74,8 @@ def test_the_slow_rank_is_named(tmp_path):
 def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
     """Rank 1 takes four times as long for a sample: it gets fewer of them, and is named. Losses and
     parameters are those of equal shares, also of a training that goes on in the middle, and each sample is
-    computed once. So do machines of which the plan says how fast they are."""
+    computed once. So do machines of which the plan says how fast they are. A gang of machines that were
+    checked names it as well, and moves nothing."""
     tokens = plans.write_tokens(tmp_path / "tokens")
     paced = ModelPlan(Entry("kit.models:paced", {"seconds": [0.01, 0.04]}), None, 32, ())
     even = ModelPlan(Entry("kit.models:paced", {"seconds": [0.0, 0.0]}), None, 32, ())
@@ -95,6 +97,10 @@ def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
             **{**common, **moved, "reshard_after_forward": False, "steps": 20},
         ),
     }  # fmt: skip
+    two_nodes = {"num_nodes": 2, "preflight": PREFLIGHT}
+    made["watched"] = plans.train_plan(
+        tmp_path / "store", tokens, run_id="watched", model=paced, launch=two_nodes, **common
+    )
     work = replace(made["fsdp"].work, steps=30, resume=True)
     rest = replace(made["fsdp"], attempt=2, work=work)
     plans.run_together([*made.values(), rest], tmp_path / "run")
@@ -121,19 +127,24 @@ def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
             for rank in (0, 1)
         )
         assert (first, second) == ({11 * 32}, {5 * 32}), "from the first step on"
-    for plan in (made["ddp"], made["fsdp"]):
+    for plan in (made["watched"], made["ddp"], made["fsdp"]):
         ranks = [
             [record for record in plans.records(tmp_path / "store", plan, rank) if record["kind"] == "step"]
             for rank in (0, SLOW)
         ]
         assert all(a["tokens"] + b["tokens"] == 16 * 32 for a, b in zip(*ranks, strict=True))
+        assert ranks[SLOW][-1]["slowness_ratio"] > 1.2
+        if plan is made["watched"]:
+            assert {one["tokens"] for one in ranks[SLOW]} == {8 * 32}, "nothing moves"
+            continue
         assert ranks[0][0]["share_ratio"] == ranks[SLOW][0]["share_ratio"] == 1
         assert ranks[SLOW][-1]["share_ratio"] < 0.9 < 1.1 < ranks[0][-1]["share_ratio"]
-        assert ranks[SLOW][-1]["slowness_ratio"] > 1.2
     assert ranks[0][-1].get("stragglers") is None, "for 20 steps nobody is slow for long"
-    told = json.loads((tmp_path / "run" / "scratch-1" / SLOW_FILE).read_text())
-    assert list(told) == [socket.gethostname()], "for its launcher"
-    assert told[socket.gethostname()] >= 1.2
-    summary = summarize(map(parse, plans.records(tmp_path / "store", made["ddp"])))
-    assert list(summary["stragglers"]) == [str(SLOW)]
-    assert f"slow: rank {SLOW} (" in live_line(summary, width=200)
+    for name in ("ddp", "watched"):
+        scratch = tmp_path / "run" / f"scratch-{list(made).index(name)}"
+        told = json.loads((scratch / SLOW_FILE).read_text())
+        assert list(told) == [socket.gethostname()], "for its launcher"
+        assert told[socket.gethostname()] >= 1.2
+        summary = summarize(map(parse, plans.records(tmp_path / "store", made[name])))
+        assert list(summary["stragglers"]) == [str(SLOW)]
+        assert f"slow: rank {SLOW} (" in live_line(summary, width=200)

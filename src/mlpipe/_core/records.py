@@ -183,8 +183,8 @@ class Step(Record):
     share_ratio: float | None = None
     """Where load is moved off slow ranks: tokens that this rank computed, over the mean of all."""
     slowness_ratio: float | None = None
-    """Likewise, and where nodes come and go: the time that this rank (or node, with all its ranks) takes
-    for the same work, over the median of the others."""
+    """Likewise, where nodes come and go, and on several nodes with a preflight: the time that this rank (or
+    node, with all its ranks) takes for the same work, over the median of the others."""
     stragglers: dict[str, float] | None = None
     """Likewise, by rank, the same of those that have been slow for long; of rank 0 only. Where nodes come
     and go, by the first rank of each, and of that one on each."""

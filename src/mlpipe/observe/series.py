@@ -81,7 +81,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mlpipe_train_slowness_ratio", "gauge", "ratio", "every",
         "Time that this rank takes for the same work, over the median of the others, where load is moved off"
-        " slow ranks (`stragglers: move_load`), or nodes come and go; else absent.", "step: slowness_ratio",
+        " slow ranks (`stragglers: move_load`), nodes come and go, or several had a preflight; else absent.",
+        "step: slowness_ratio",
     ),
     Metric(
         "mlpipe_train_membership_seconds_total", "counter", "seconds", "every",

@@ -91,6 +91,38 @@ class Shares:
             self.speeds = speeds
 
 
+class SharesOfStages:
+    """Of ranks of which only those of one stage of a pipeline do the same work: each is compared with these,
+    and one that is alone in its stage with nobody. `stages`: the ranks of each."""
+
+    def __init__(self, stages: Sequence[Sequence[int]], expected: Sequence[float] | None = None) -> None:
+        self._stages = [(ranks, Shares(len(ranks), expected)) for ranks in stages]
+
+    def heard(self, seconds: Sequence[float]) -> None:
+        """As `Shares.heard`, of all ranks."""
+        for ranks, shares in self._stages:
+            shares.heard([seconds[rank] for rank in ranks])
+
+    @property
+    def slowness(self) -> dict[int, float]:
+        """By rank; empty: nobody knows yet."""
+        return {
+            rank: ratio
+            for ranks, shares in self._stages
+            for rank, ratio in zip(ranks, shares.slowness or (), strict=False)
+        }
+
+    @property
+    def stragglers(self) -> dict[int, float]:
+        """By rank."""
+        return {ranks[at]: ratio for ranks, shares in self._stages for at, ratio in shares.stragglers.items()}
+
+    @property
+    def speeds(self) -> list[float] | None:
+        """Of the ranks of the first stage."""
+        return self._stages[0][1].speeds
+
+
 def _over_others(values: Sequence[float]) -> list[float]:
     """Each over the median of the rest; of one alone 1."""
     order = sorted(range(len(values)), key=lambda number: values[number])

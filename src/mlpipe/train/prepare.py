@@ -158,7 +158,8 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
 
     loader = loader_of(plan.micro_batch)
     loop_of: Callable[..., Loop] = Loop
-    if session.plan.launch.replicas is not None:
+    launch = session.plan.launch
+    if launch.replicas is not None:
         _refuse_stream(dataset, "nodes that come and go", "write one number in resources.nodes")
         from mlpipe.train.replicas.elastic_loop import enter
 
@@ -172,6 +173,10 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         from mlpipe.train.stragglers import MovingLoop
 
         loop_of = MovingLoop
+    elif loop_of is Loop and launch.preflight is not None and launch.num_nodes > 1:
+        from mlpipe.train.stragglers import WatchingLoop
+
+        loop_of = WatchingLoop
     if plan.islands is not None and plan.islands.staleness:
         from mlpipe.train.stale_loop import StaleLoop
 

@@ -1,5 +1,6 @@
-"""The loop of a training that moves work off slow ranks: `plan/shares.py` decides, on all ranks alike, by the
-time that each tells with the sums of a step. A step's samples and its update stay what they are.
+"""The loops of trainings that name slow ranks, and of those that move work off them: `plan/shares.py`
+decides, on all ranks alike, by the time that each tells with the sums of a step. A step's samples and its
+update stay what they are.
 
 What is read ahead has the shares of before: a decision shows two steps later."""
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlpipe.plan.shares import Shares
+from mlpipe.plan.shares import SharesOfStages
 from mlpipe.train.loop import Loop
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.outcome import node_name, write_slow
@@ -21,22 +22,24 @@ from mlpipe.train.schedules import LossSum
 
 
 @dataclass
-class MovingLoop(Loop):
-    """Each of its ranks reads samples of its own. `told`: seconds that this one took for a unit of work in
-    the last step. `nodes`: of each rank, by name; `named`: those that were told to be slow last, None while
-    nobody knows."""
+class WatchingLoop(Loop):
+    """Names nodes that are slow for long, and deals nothing by it. `told`: seconds that this rank took for a
+    unit of work in the last step. `nodes`: of each rank, by name; `named`: those that were told to be slow
+    last, None while nobody knows."""
 
-    shares: Shares = field(init=False)
+    shares: SharesOfStages = field(init=False)
     nodes: list[str] = field(init=False)
     named: dict[str, float] | None = None
     work: float = 0.0
     told: float = 0.0
-    share_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        num_ranks = self.session.world.num_data_ranks
-        self.shares = Shares(num_ranks, self.plan.speeds)
-        self.nodes = [""] * num_ranks
+        mesh = self.plan.mesh
+        stages: list[list[int]] = [[] for _ in range(mesh.pp)]
+        for rank in range(mesh.world_size):
+            stages[mesh.coordinates(rank)["pp"]].append(rank)
+        self.shares = SharesOfStages(stages, self.plan.speeds)
+        self.nodes = [""] * mesh.world_size
         dist.all_gather_object(self.nodes, node_name())
 
     def step(self) -> tuple[bool, bool]:
@@ -55,27 +58,24 @@ class MovingLoop(Loop):
 
     def total(self, totals: Tensor) -> None:
         """With what each rank has to tell."""
-        world, num_tokens = self.session.world, float(totals[3])
-        everyone = totals.new_zeros(world.num_data_ranks)
-        everyone[world.data_rank] = self.told
+        world = self.session.world
+        everyone = totals.new_zeros(world.size)
+        everyone[world.rank] = self.told
         told = torch.cat([totals, everyone])
         dist.all_reduce(told)
         totals.copy_(told[: len(totals)])
-        self.share_ratio = num_tokens * world.num_data_ranks / max(float(totals[3]), 1.0)
         self.shares.heard(told[len(totals) :].tolist())
-        self.reader.loader.speeds = self.shares.speeds
 
     def more_fields(self) -> dict[str, Any]:
         """Who is slow, too."""
-        world, slowness = self.session.world, self.shares.slowness
-        fields: dict[str, Any] = {"share_ratio": self.share_ratio}
-        if slowness is not None:
-            fields["slowness_ratio"] = slowness[world.data_rank]
-        if world.rank == 0 and slowness is not None:
+        world, fields, slowness = self.session.world, super().more_fields(), self.shares.slowness
+        if slowness:
+            fields["slowness_ratio"] = slowness[world.rank]
+        if slowness and world.rank == 0:
             if slow := self.shares.stragglers:
                 fields["stragglers"] = {str(rank): ratio for rank, ratio in slow.items()}
             self._name_nodes(slow)
-        return super().more_fields() | fields
+        return fields
 
     def _name_nodes(self, slow: dict[int, float]) -> None:
         """To the launcher; a node is as slow as its slowest rank."""
@@ -85,3 +85,21 @@ class MovingLoop(Loop):
         if named != self.named:
             write_slow(self.session.stop.scratch, named)
             self.named = named
+
+
+@dataclass
+class MovingLoop(WatchingLoop):
+    """Each of its ranks reads samples of its own, the fewer the slower it is."""
+
+    share_ratio: float = 1.0
+
+    def total(self, totals: Tensor) -> None:
+        """And who reads how many from now on."""
+        num_tokens = float(totals[3])
+        super().total(totals)
+        self.share_ratio = num_tokens * self.session.world.size / max(float(totals[3]), 1.0)
+        self.reader.loader.speeds = self.shares.speeds
+
+    def more_fields(self) -> dict[str, Any]:
+        """With its share."""
+        return super().more_fields() | {"share_ratio": self.share_ratio}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlpipe.plan.dealing import deal_freely
-from mlpipe.plan.shares import Shares, bounds
+from mlpipe.plan.shares import Shares, SharesOfStages, bounds
 
 pytestmark = pytest.mark.unit
 SPEEDS = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=9)
@@ -127,3 +127,14 @@ def test_machines_that_differ_begin_with_their_shares_and_are_judged_by_them():
     hear(shares, [1.0, 1.0, 4.0], 24)
     assert shares.stragglers == {2: 2.0}
     assert shares.speeds == pytest.approx([4 / 3, 4 / 3, 1 / 3])
+
+
+def test_ranks_of_a_pipeline_are_compared_with_those_of_their_stage():
+    """Those of the second take three times as long for other work, and one of them twice that; whoever is
+    alone in a stage is no slower than anybody."""
+    stages = SharesOfStages([[0, 1, 2], [3, 4, 5], [6]])
+    for step in range(24):
+        assert (stages.slowness == {}) == (step < 8)
+        stages.heard([1.0, 1.0, 1.0, 3.0, 6.0, 3.0, 20.0])
+    assert stages.slowness == {0: 1, 1: 1, 2: 1, 3: 3 / 4.5, 4: 2, 5: 3 / 4.5, 6: 1}
+    assert stages.stragglers == {4: 2}

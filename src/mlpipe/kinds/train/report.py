@@ -83,7 +83,7 @@ def _facts(stage: StageView) -> list[str]:
 
 
 def _stragglers(stage: StageView) -> list[str]:
-    """Each rank that was named while load was moved: how slow it was at worst, and what it had to do at the
+    """Each rank that was named: how slow it was at worst, and, where load is moved, what it had to do at the
     end."""
     slowest: dict[str, float] = {}
     for step in stage.lead.steps:
