@@ -64,10 +64,15 @@ class Login(Cli):
         return 0 if last is None else last.step
 
     def job(self, run_id: str) -> str:
-        """The id of its one job under way."""
-        lines = self.cluster.run("squeue", "--noheader", "--format=%A %j").splitlines()
-        (found,) = [line.split()[0] for line in lines if line.split()[1].startswith(f"mlpipe/{run_id}/")]
+        """The id of its one job under way, or of its array."""
+        lines = self.cluster.run("squeue", "--noheader", "--format=%F %j").splitlines()
+        (found,) = {line.split()[0] for line in lines if line.split()[1].startswith(f"mlpipe/{run_id}/")}
         return found
+
+    def waiting(self, array: str) -> set[str]:
+        """Its tasks that do."""
+        options = ("--noheader", "--array", "--states=PENDING", "--format=%i")
+        return set(self.cluster.run("squeue", f"--jobs={array}", *options).split())
 
     def restarts(self, job: str) -> int:
         text = self.cluster.run("scontrol", "show", "job", job)
@@ -224,15 +229,16 @@ def test_a_limit_a_dead_driver_preemption_and_a_lost_node_lose_nothing(person, h
     cluster.start_node(lost)
 
 
-def test_a_sweep_loses_a_rank_a_trial_and_its_driver_and_the_others_never_know(
+def test_of_an_array_trials_are_lost_cancelled_and_fail_and_the_others_never_know(
     person, hold, spec, undisturbed
 ):
-    """Two trials at a time; the first has seed 0, and is the run that nothing befell."""
+    """Two trials at a time; the first has seed 0, and is the run that nothing befell: a rank of it is killed.
+    The second is cancelled, the fourth by Slurm's own command before it began, the last one fails, and the
+    process that drives the sweep is killed."""
     document = json.loads(spec.read_text())
-    document["stages"] = [
-        training(hold.model, {"nodes": 1, "workers_per_node": 2, "cpus": 2, "memory": "2 GiB"})
-    ]
-    document["sweep"] = {"over": {"seed": "0..2"}, "max_parallel": 2, "metric": {"name": "loss"}}
+    model = {**hold.model, "args": {**hold.model["args"], "fails": 4}}
+    document["stages"] = [training(model, {"nodes": 1, "workers_per_node": 2, "cpus": 2, "memory": "2 GiB"})]
+    document["sweep"] = {"over": {"seed": "0..4"}, "max_parallel": 2, "metric": {"name": "loss"}}
     swept = person.folder / "swept.yaml"
     swept.write_text(json.dumps(document))
     with hold:
@@ -241,21 +247,29 @@ def test_a_sweep_loses_a_rank_a_trial_and_its_driver_and_the_others_never_know(
         )
         for trial in ("swept-000", "swept-001"):
             person.until_step(trial, 2)
-        job = person.job("swept-000")
+        array = person.job("swept")
+        assert person.waiting(array) == {f"{array}_{number}" for number in (2, 3, 4)}
+        assert "sweep.max_parallel" in runs.read_run(person.there, "swept").stages["002"].message
+        person.cluster.run("scancel", f"{array}_3")
         os.kill(ranks("swept-000")[0][0], signal.SIGKILL)
         assert person.json("cancel", "swept-001")["state"] == "cancelled"
         os.killpg(driver.pid, signal.SIGKILL)
         driver.communicate()
-        until(lambda: person.restarts(job) == 1, "the first trial's job to start again")
+        until(lambda: person.restarts(f"{array}_0") == 1, "the first trial's job to start again")
     done = person.json("sweep", "--resume", "swept")
-    assert [one["state"] for one in done["trials"]] == ["done", "cancelled", "done"]
+    assert [one["state"] for one in done["trials"]] == ["done", "cancelled", "done", "cancelled", "failed"]
     person("resume", "swept-001")
     done = person.json("sweep", "--resume", "swept")
-    assert [one["state"] for one in done["trials"]] == ["done"] * 3
+    assert [one["state"] for one in done["trials"]] == ["done"] * 3 + ["cancelled", "failed"]
+    names = person.cluster.run("squeue", "--array", "--states=all", "--noheader", "--format=%j").split()
+    jobs = {name: names.count(name) for name in names if name.startswith("mlpipe/swept")}
+    assert jobs == {"mlpipe/swept/train/1": 4, "mlpipe/swept-001/train/2": 1}, (
+        "one array, and what was resumed"
+    )
     check(person, undisturbed, "swept-000")
     found = [losses(person.there, f"swept-00{number}") for number in range(3)]
     assert [sorted(one) for one in found] == [sorted(undisturbed.losses)] * 3
-    values = [one["value"] for one in done["trials"]]
+    values = [one["value"] for one in done["trials"][:3]]
     assert len(set(values)) == 3
     assert done["best"] == f"00{values.index(min(values))}"
     assert [runs.read_run(person.there, f"swept-00{n}").stages["train"].attempt for n in range(3)] == [

@@ -14,7 +14,7 @@ import pytest
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
 from mlpipe.plan.slurm import slurm_job
-from mlpipe.render.slurm import comment, script
+from mlpipe.render.slurm import ARRAY_FIGURE, TaskArray, array_script, comment, script
 
 pytestmark = pytest.mark.golden
 HERE = Path(__file__).parent / "slurm"
@@ -76,3 +76,21 @@ def test_a_job_is_known_by_all_that_its_script_says() -> None:
     seen = {comment(rendered(name)[0]) for name in CASES}
     assert len(seen) == len(CASES)
     assert all(re.fullmatch(r"mlpipe:[0-9a-f]{64}", one) for one in seen)
+
+
+def test_an_array_of_a_sweep() -> None:
+    """Its first trial's plan is whole; others' are what differs."""
+    plans, jobs = {}, []
+    for index, rate in enumerate((0.001, 0.0003)):
+        spec = pipeline_of("quickstart", *QUICKSTART, f"train.train.optimizer.lr={rate}")
+        plans[index] = plan_of(spec, "train", run_id=f"swept-{index:03}")
+        jobs.append(slurm_job(spec, "train"))
+    text = array_script(TaskArray("swept", plans, 2), jobs, f"swept/slurm-{ARRAY_FIGURE}.log")
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = text.replace(plans[0].to_json().rstrip(), "PLAN").replace(comment(text), "mlpipe:DIGEST")
+    text = text.replace(plans[1].spec_digest, "SPEC")
+    expected = HERE / "array.sbatch"
+    if os.environ.get("MLPIPE_UPDATE_GOLDEN"):
+        expected.write_text(text)
+    assert text == expected.read_text()

@@ -145,12 +145,14 @@ class Odd(Plain):
 
 class Slow(Plain):
     """`seconds` a forward, as long as the file `while_file` exists; then `lame_seconds` where this is replica
-    `lame`."""
+    `lame`. With the seed `fails` there is none."""
 
     def __init__(
-        self, seconds: float, while_file: str, dropout: float, lame: str, lame_seconds: float
+        self, seconds: float, while_file: str, dropout: float, lame: str, lame_seconds: float, fails: int
     ) -> None:
         super().__init__(dropout=dropout)
+        if torch.initial_seed() == fails:
+            raise ValueError("of this seed there is no model")
         self.seconds, self.while_file = seconds, while_file
         self.afterwards = lame_seconds if lame == os.environ.get("MLPIPE_REPLICA") else 0.0
 
@@ -281,9 +283,14 @@ def odd() -> Odd:
 
 
 def slow(
-    seconds: float, while_file: str = "", dropout: float = 0.1, lame: str = "", lame_seconds: float = 0.0
+    seconds: float,
+    while_file: str = "",
+    dropout: float = 0.1,
+    lame: str = "",
+    lame_seconds: float = 0.0,
+    fails: int = -1,
 ) -> Slow:
-    return Slow(seconds, while_file, dropout, lame, lame_seconds)
+    return Slow(seconds, while_file, dropout, lame, lame_seconds, fails)
 
 
 def misbehaving(what: str, at: int, rank: int, counter: str = "", times: int = 1) -> Misbehaving:

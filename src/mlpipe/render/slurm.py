@@ -8,10 +8,13 @@ the whole step reaches every rank twice, once from Slurm and once from torchrun:
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 import shlex
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from mlpipe._core import environment
 from mlpipe._core.errors import NON_RETRIABLE_CODES, SAVED_CODE, RenderError
@@ -27,7 +30,27 @@ COORDINATOR = "coordinator"  # of an elastic training; its other parts are numbe
 _PREFIX = "mlpipe"
 _END = "END_OF_PLAN"
 _PATH = r"[A-Za-z0-9_.,@+=/-]+"  # neither blanks nor the % of patterns
-_COMMENT = "#SBATCH --comment="
+_COMMENT, _NAME = "#SBATCH --comment=", "#SBATCH --job-name="
+ARRAY_FIGURE = "%3a"  # in the name of a file: the task's index, as trials are numbered
+_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # one task's; the array's own id is all of them
+
+
+@dataclass(frozen=True)
+class TaskArray:
+    """Attempts of one stage of several runs, as the tasks of one job: their plans by index, of which `most`
+    run at once. `owner`: the run that they belong to."""
+
+    owner: str
+    plans: Mapping[int, Plan]
+    most: int
+
+    @property
+    def first(self) -> Plan:
+        return self.plans[min(self.plans)]
+
+    @property
+    def name(self) -> str:
+        return job_name(self.owner, self.first.stage, self.first.attempt)
 
 
 def job_name(run_id: str, stage: str = "", attempt: int | None = None, part: str = "") -> str:
@@ -43,10 +66,28 @@ def parts_of(plan: Plan) -> list[str]:
     return [""] if replicas is None else [COORDINATOR, *map(str, range(replicas.most))]
 
 
-def script(plan: Plan, job: SlurmJob, output: str, part: str = "") -> str:
+def array_script(array: TaskArray, jobs: Sequence[SlurmJob], output: str) -> str:
+    """`jobs`: what each of its plans asks for, of which the largest memory and the longest save count;
+    `output`: with `ARRAY_FIGURE`. Raises RenderError, also where they ask for different jobs."""
+    seconds = max(plan.launch.shutdown_seconds for plan in array.plans.values())
+    memory = max(job.memory_mib for job in jobs)
+    heads = [
+        (
+            replace(plan, launch=replace(plan.launch, shutdown_seconds=seconds)),
+            replace(job, memory_mib=memory),
+        )
+        for plan, job in zip(array.plans.values(), jobs, strict=True)
+    ]
+    plan, job = heads[0]
+    if any(one != job or _options(other, one, "", "") != _options(plan, job, "", "") for other, one in heads):
+        raise RenderError("the tasks of an array have one size, and these ask for several", where=plan.stage)
+    return script(plan, job, output, array=array)
+
+
+def script(plan: Plan, job: SlurmJob, output: str, part: str = "", *, array: TaskArray | None = None) -> str:
     """`output`: the file for what the job says besides its logs, as the nodes see it. `part`: of `parts_of`.
-    Raises RenderError."""
-    if re.fullmatch(_PATH, output) is None:
+    `array`: of all of them instead of `plan`, which has their size. Raises RenderError."""
+    if re.fullmatch(_PATH, output.replace(ARRAY_FIGURE, "") if array else output) is None:
         raise RenderError(
             f"{output!r} is no path that stands in a script for Slurm",
             where=plan.stage,
@@ -54,9 +95,12 @@ def script(plan: Plan, job: SlurmJob, output: str, part: str = "") -> str:
         )
     if part == COORDINATOR:
         job = replace(job, cpus=1, memory_mib=COORDINATOR_BYTES // MIB, gpus=0)
-    name = job_name(plan.run_id, plan.stage, plan.attempt, part)
-    head = [f"#SBATCH --{option}" for option in _options(plan, job, name, output)]
-    text = "\n".join(["#!/bin/bash", *head, "", _body(plan, job, part), ""])
+    name = array.name if array else job_name(plan.run_id, plan.stage, plan.attempt, part)
+    options = _options(plan, job, name, output)
+    if array:
+        options.append(f"array={_ranges(array.plans)}%{array.most}")
+    head = [f"#SBATCH --{option}" for option in options]
+    text = "\n".join(["#!/bin/bash", *head, "", _body(plan, job, part, array), ""])
     if len(text.encode()) > MAX_BYTES:
         raise RenderError(
             f"the script has {len(text.encode())} bytes, Slurm takes {MAX_BYTES}",
@@ -70,6 +114,11 @@ def script(plan: Plan, job: SlurmJob, output: str, part: str = "") -> str:
 def comment(text: str) -> str:
     """Of a script: by it a job is known as the very same."""
     return text.split(_COMMENT, 1)[1].split("\n", 1)[0]
+
+
+def name_of(text: str) -> str:
+    """Of a script: the name of its job."""
+    return text.split(_NAME, 1)[1].split("\n", 1)[0]
 
 
 def _options(plan: Plan, job: SlurmJob, name: str, output: str) -> list[str]:
@@ -98,7 +147,54 @@ def _options(plan: Plan, job: SlurmJob, name: str, output: str) -> list[str]:
     return options
 
 
-def _body(plan: Plan, job: SlurmJob, part: str) -> str:
+def _ranges(indices: Iterable[int]) -> str:
+    """`0-2,5`."""
+    spans: list[list[int]] = []
+    for index in sorted(indices):
+        if spans and index == spans[-1][1] + 1:
+            spans[-1][1] = index
+        else:
+            spans.append([index, index])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def _tasks(array: TaskArray) -> str:
+    """The first one's plan whole; of each, where it differs: paths as in a JSON pointer."""
+    plain = {index: json.loads(plan.to_json()) for index, plan in array.plans.items()}
+    first = plain[min(plain)]
+    tasks = [
+        f'  "{index}": {json.dumps(dict(_differences(first, one)), ensure_ascii=False)}'
+        for index, one in sorted(plain.items())
+    ]
+    text = f'{{"owner": {json.dumps(array.owner)}, "tasks": {{\n' + ",\n".join(tasks)
+    return f'{text}\n}}, "plan": {array.first.to_json().rstrip()}\n}}'
+
+
+def _differences(first: Any, other: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+    if first == other:
+        return
+    deeper = isinstance(first, dict) and isinstance(other, dict) and first.keys() == other.keys()
+    if deeper and not any("/" in key for key in first):
+        for key, value in other.items():
+            yield from _differences(first[key], value, f"{path}/{key}")
+    else:
+        yield path, other
+
+
+def plan_of_task(text: bytes, index: int) -> tuple[Plan, str]:
+    """From what an array's script holds, with the owner of them all. Raises ValueError."""
+    document = json.loads(text)
+    plain = document["plan"]
+    for path, value in document["tasks"][str(index)].items():
+        *folders, name = path.split("/")[1:]
+        at = plain
+        for folder in folders:
+            at = at[folder]
+        at[name] = value
+    return Plan.from_json(json.dumps(plain)), document["owner"]
+
+
+def _body(plan: Plan, job: SlurmJob, part: str, array: TaskArray | None) -> str:
     nodes = plan.launch.num_nodes
     scratch = '"${TMPDIR:-/tmp}"' if job.scratch is None else shlex.quote(job.scratch)
     codes = "|".join(str(NON_RETRIABLE_BASE + code) for code in NON_RETRIABLE_CODES)
@@ -106,12 +202,14 @@ def _body(plan: Plan, job: SlurmJob, part: str) -> str:
     # torchrun ends with its peers; other programs would wait for a node that is gone
     together = int(plan.kind.runs == "command" and nodes > 1)
     # a coordinator would wait for the ranks; the next start of it knows as much, by them
+    own = _TASK if array else "$SLURM_JOB_ID"
     near = "scontrol requeue $SLURM_JOB_ID" if part == COORDINATOR else "ask requeue"
     # in a gang of commands it may be srun that stopped a node, for one that failed
     preempted = f"  {SAVED_CODE}:)  # whoever else stops a rank does not so without end\n"
-    preempted += "    scontrol show job \"$SLURM_JOB_ID\" | grep -q 'PreemptTime=[0-9]' && asked=requeue ;;\n"
+    preempted += f"    scontrol show job \"{own}\" | grep -q 'PreemptTime=[0-9]' && asked=requeue ;;\n"
     preempted = preempted if job.max_requeues and not together else ""
     every = "$SLURM_JOB_NUM_NODES" if plan.launch.num_spares else nodes
+    command = _command(job, part, array)
     every_node = f"--nodes={every} --ntasks={every} --ntasks-per-node=1"
     return f"""\
 # Written by mlpipe: change the pipeline file, not this one.
@@ -131,8 +229,8 @@ trap '{near}' USR1  # the time limit is near
 trap 'ask cancel' USR2  # mlpipe cancel
 trap 'asked=${{asked:-cancel}}' TERM  # scancel: the ranks have heard it themselves
 {modules}export {environment.RENDEZVOUS}="$SLURMD_NODENAME:$((10000 + SLURM_JOB_ID % 20000))"
-srun {every_node} --cpus-per-task={job.cpus} --kill-on-bad-exit={together} {_command(job, part)} <<'{_END}' &
-{plan.to_json().rstrip()}
+srun {every_node} --cpus-per-task={job.cpus} --kill-on-bad-exit={together} {command} <<'{_END}' &
+{_tasks(array) if array else plan.to_json().rstrip()}
 {_END}
 step=$! early=$asked
 [ -z "$early" ] || tell  # whoever asked before there were launchers
@@ -143,15 +241,16 @@ case "$code:$asked" in
   *:cancel) exit {SAVED_CODE} ;;
 {preempted}esac
 if [ "$asked" = requeue ] || [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_requeues} ]; then
-  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+  scontrol requeue "{own}" && sleep 60
 fi
 exit "$code"\
 """
 
 
-def _command(job: SlurmJob, part: str) -> str:
+def _command(job: SlurmJob, part: str, array: TaskArray | None) -> str:
     command = shlex.join([job.python, "-m", NODE_MODULE]) + ' --scratch "$scratch"'
     command += f" --part {part}" if part else ""
+    command += ' --task "$SLURM_ARRAY_TASK_ID"' if array else ""
     container = job.container
     if container is None:
         return command

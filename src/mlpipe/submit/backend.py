@@ -9,7 +9,7 @@ one place: a cluster and namespace, a queue.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
     from mlpipe.store.base import Store
     from mlpipe.store.runs import Lease, RunState
+    from mlpipe.submit.batch import Batch
     from mlpipe.submit.executor import Executor
 
 
@@ -36,6 +37,8 @@ class Backend(ABC):
     renders: ClassVar[bool] = False  # `mlpipe render --for`
     # Stages go on without their driver: the next one adopts them. They fetch their inputs themselves.
     outlives_driver: ClassVar[bool] = False
+    # It starts trials of a sweep by itself: see `batch`.
+    has_batches: ClassVar[bool] = False
     # Its trainings run on other machines than its driver's, of which they say nothing.
     trains_elsewhere: ClassVar[bool] = False
     # The driver is the backend's own object, which starts it anew when it fails, and has a seal.
@@ -117,6 +120,19 @@ class Backend(ABC):
         from mlpipe.submit.here import clear_orphans
 
         clear_orphans(store, run)
+
+    def batch(
+        self,
+        store: Store,
+        sweep: RunState,
+        trials: Mapping[str, Submission],
+        most: int,
+        note: Callable[[str], None],
+    ) -> Batch | None:
+        """Of a sweep whose trials it starts by itself, `most` at a time: of those that an earlier controller
+        gave it (`sweep.meta["batch"]`), and `trials`, by name, which nobody has begun. Sends nothing yet.
+        `note` hears why there is none. None: each trial is started by its driver."""
+        return None
 
     # Its driver
 

@@ -165,7 +165,7 @@ def test_nodes_to_be_avoided_are_added_to_those_of_the_script(tmp_path: Path, co
     """On the command line, which stands above it."""
     stand_in(commands, "sbatch", f"echo \"$@\" >> '{tmp_path}/said'; echo 7")
     for text in ("#SBATCH --exclude=n1,n[3-4]\n", "true\n"):
-        assert client.submit(text, str(tmp_path), avoid=["n7", "n8"]) == 7
+        assert client.submit(text, str(tmp_path), avoid=["n7", "n8"]) == "7"
     client.submit("#SBATCH --exclude=n1\n", str(tmp_path))
     assert (tmp_path / "said").read_text().splitlines() == [
         "--parsable --exclude=n1,n[3-4],n7,n8",
@@ -432,7 +432,7 @@ def test_what_would_stand_above_the_script_is_not_inherited(
 def test_a_store_that_a_node_does_not_see_is_named(tmp_path: Path) -> None:
     plan = plan_of(pipeline_of("quickstart", f"store={tmp_path}"), "train")
     with pytest.raises(MlpipeError, match="n2 does not find the run") as refused:
-        node.check_store(plan, "n2")
+        node.check_store(plan, "n2", f"{plan.attempt_key}/plan.json")
     assert refused.value.kind == "input"
     assert "s3://" in (refused.value.hint or "")
     assert [node._code(code) for code in (0, 2, 3, 4, 5, -9)] == [0, 12, 13, 4, 5, 4]

@@ -351,6 +351,86 @@ def test_a_store_that_is_away_for_a_while_stops_nothing(store, tmp_path, monkeyp
     assert away == [0]
 
 
+class Given:
+    """A place that starts trials by itself: those are begun that `waits` does not name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, waits: list[str]) -> None:
+        self.waits = dict.fromkeys(waits, "it is new")
+        self.lost: dict[str, str] = {}
+        self.fresh: list[list[str]] = []
+        self.cancelled: list[list[str]] = []
+        monkeypatch.setattr(Simulated, "has_batches", True)
+        monkeypatch.setattr(Simulated, "batch", lambda _, store, sweep, fresh, *more: self._of(fresh))
+
+    def _of(self, fresh: Any) -> Given:
+        self.fresh.append(list(fresh))
+        return self
+
+    def meta(self) -> dict[str, Any]:
+        return {"name": "array"}
+
+    def waiting(self) -> dict[str, str]:
+        return dict(self.waits)
+
+    def gone(self) -> dict[str, str]:
+        return self.lost
+
+    def trial(self, name: str) -> dict[str, str]:
+        return {"job": name}
+
+    def cancel(self, but: Any) -> bool:
+        self.cancelled.append(sorted(but))
+        return len(self.cancelled) > 1  # it takes a while
+
+
+def test_trials_that_their_place_starts_get_drivers_once_they_have_begun(store, tmp_path, monkeypatch):
+    """The last one is cancelled there before it began: it is a run all the same, which can be resumed."""
+    made(store, tmp_path, {"seed": "0..3"}, max_parallel=1)
+    there = Given(monkeypatch, ["000", "001", "002", "003"])
+    looks = 0
+
+    def watch(sweep: RunState) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            assert not Simulated.started
+            assert (sweep.stages["000"].message, sweep.meta["batch"]) == ("it is new", there.meta())
+            there.waits = {"001": "", "003": ""}
+        if Simulated.started and not there.lost and sweep.stages["002"].state == "done":
+            assert "s-001" not in Simulated.started
+            there.waits, there.lost = {}, {"003": "somebody cancelled it"}
+
+    sweep = drive(store, watch=watch)
+    assert sweep.state == "done"
+    assert [*states(store).values()] == ["done", "done", "done", "cancelled"]
+    run = runs.read_run(store, "s-003")
+    assert (run.state, run.message, run.meta["batch"]) == (
+        "cancelled",
+        "somebody cancelled it",
+        {"job": "003"},
+    )
+    assert drive(store).seq == sweep.seq  # nothing to do
+    assert there.fresh == [["000", "001", "002", "003"]]
+
+
+def test_a_stop_takes_back_what_has_not_begun_with_and_without_a_controller(store, tmp_path, monkeypatch):
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..2"}, max_parallel=1)
+    there, stop = Given(monkeypatch, ["001", "002"]), StopRequest()
+
+    def watch(sweep: RunState) -> None:
+        if Simulated.started:
+            stop.request("interrupted", "stopped by SIGINT")
+
+    assert drive(store, stop=stop, watch=watch).state == "cancelled"
+    assert there.cancelled[0] == ["000"], "which saves, with its driver"
+    assert len(there.cancelled) >= 2, "until they have ended"
+    there.cancelled.clear()
+    drive_until_all_run(store, 1)
+    assert cancel_sweep(store, "s", "by hand", timeout_seconds=300).state == "cancelled"
+    assert len(there.cancelled) == 2
+    assert there.fresh[1] == ["001", "002"]
+
+
 def test_cancel_without_a_controller_stops_the_trials_and_a_resume_brings_them_back(store, tmp_path):
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..2"}, max_parallel=2)
     drive_until_all_run(store, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlpipe._core.errors import SubmitError
@@ -14,7 +14,6 @@ from mlpipe.submit.submission import (
     Preview,
     Rendered,
     Submission,
-    refuse_sweep,
 )
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
+    from mlpipe.submit.batch import Batch
     from mlpipe.submit.executor import Executor
 
 
@@ -32,6 +32,7 @@ class SlurmBackend(Backend):
     has_server_dry_run = True
     renders = True
     outlives_driver = True
+    has_batches = True
 
     def __init__(self, place: Mapping[str, Any], pipeline: Pipeline | None = None) -> None:
         super().__init__(place)
@@ -77,12 +78,24 @@ class SlurmBackend(Backend):
         if self._pipeline is None:
             raise SubmitError("a driver of this backend knows its pipeline")
         pipeline = self._pipeline
-        return SlurmExecutor(store, working_folder(run), partial(of_plan, pipeline))
+        return SlurmExecutor(store, working_folder(run), partial(of_plan, pipeline), run.meta.get("batch"))
+
+    def batch(
+        self,
+        store: Store,
+        sweep: RunState,
+        trials: Mapping[str, Submission],
+        most: int,
+        note: Callable[[str], None],
+    ) -> Batch | None:
+        from mlpipe.submit.slurm.arrays import batch
+
+        return batch(store, sweep, trials, most, note, self.hardware)
 
     def clear(self, store: Store, run: RunState, *, timeout_seconds: float) -> None:
         from mlpipe.submit.slurm.clear import clear
 
-        clear(run.run_id, timeout_seconds=timeout_seconds)
+        clear(run, timeout_seconds=timeout_seconds)
 
     def doctor(self, store: Iterable[Finding]) -> Iterator[Finding]:
         from mlpipe.submit.slurm.doctor import examine
@@ -90,7 +103,9 @@ class SlurmBackend(Backend):
         yield from examine(store)
 
     def render(self, submission: Submission, console: Console) -> Rendered:
+        from mlpipe.submit.slurm.arrays import rendered as rendered_array
         from mlpipe.submit.slurm.scripts import rendered
 
-        refuse_sweep(submission, "scripts")
+        if submission.pipeline.sweep is not None:
+            return rendered_array(submission)
         return rendered(submission)

@@ -23,7 +23,8 @@ _AWAY = re.compile(
 _GONE = re.compile(r"invalid job id|already completing|already finished|not found", re.IGNORECASE)
 _STARTS = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _EXCLUDED = re.compile(r"^#SBATCH --exclude=(\S+)$", re.MULTILINE)
-_FIELDS = ("jobid", "state", "reason", "restartcnt", "exit_code", "nodelist", "name", "comment")
+_FIELDS = ("arrayjobid", "state", "reason", "restartcnt", "exit_code", "nodelist", "name", "comment")
+_TASK = "arraytaskid"
 _ENDED = [
     "BOOT_FAIL",
     "CANCELLED",
@@ -44,9 +45,10 @@ _KEPT = ("SLURM_CONF",)
 
 @dataclass(frozen=True)
 class Job:
-    """As squeue tells of it. `reason`: why it waits, or what ended it. `restarts`: times it was requeued."""
+    """As squeue tells of it. `id`: `12`, or `12_3` of task 3 of an array. `reason`: why it waits, or what
+    ended it. `restarts`: times it was requeued."""
 
-    id: int
+    id: str
     state: str
     reason: str
     restarts: int
@@ -59,6 +61,11 @@ class Job:
     def has_ended(self) -> bool:
         return self.state in _ENDED
 
+    @property
+    def numbers(self) -> list[int]:
+        """Of the job and, in an array, of its task."""
+        return [int(number) for number in self.id.split("_")]
+
 
 class AwayError(SubmitError):
     """The controller does not answer; what was asked may have been done."""
@@ -67,11 +74,11 @@ class AwayError(SubmitError):
 def jobs(prefix: str) -> list[Job]:
     """The user's own whose name begins so, in the order of their ids: those under way, and those that Slurm
     still remembers. Raises SubmitError."""
-    asked = ",".join(f"{field}:|" for field in _FIELDS)
-    text = run(["squeue", "--me", "--noheader", "--states=all", f"--Format={asked}"])
+    asked = ",".join(f"{field}:|" for field in (*_FIELDS, _TASK))
+    text = run(["squeue", "--me", "--noheader", "--array", "--states=all", f"--Format={asked}"])
     # Of the user's other jobs a name or comment may hold anything, ends of lines included.
     parsed = [_job(line) for line in text.splitlines() if line.strip() and prefix in line]
-    return sorted((job for job in parsed if job.name.startswith(prefix)), key=lambda job: job.id)
+    return sorted((job for job in parsed if job.name.startswith(prefix)), key=lambda job: job.numbers)
 
 
 def _job(line: str) -> Job:
@@ -79,20 +86,22 @@ def _job(line: str) -> Job:
     if len(fields) < len(_FIELDS) or not fields[0].isdigit():
         raise SubmitError(f"squeue said {line[:200]!r}", hint="is it of Slurm 20.11 or later?")
     number, state, reason, restarts, code, nodes, name, comment = fields[: len(_FIELDS)]
+    task = fields[len(_FIELDS)] if len(fields) > len(_FIELDS) else ""
+    number += f"_{task}" if task.isdigit() else ""
     count = int(restarts) if restarts.isdigit() else 0
     status = int(code) if code.lstrip("-").isdigit() else 0
-    return Job(int(number), state, reason, count, status, nodes, name, comment)
+    return Job(number, state, reason, count, status, nodes, name, comment)
 
 
-def submit(script: str, folder: str, *, avoid: Sequence[str] = (), test_only: bool = False) -> int:
-    """The job's id; `test_only`: 0, after the controller has checked it. `avoid`: nodes besides those that
+def submit(script: str, folder: str, *, avoid: Sequence[str] = (), test_only: bool = False) -> str:
+    """The job's id; `test_only`: "", after the controller has checked it. `avoid`: nodes besides those that
     the script excludes. Raises AwayError when nobody knows whether it was taken, else SubmitError (input)."""
     argv = ["sbatch", "--parsable", *(["--test-only"] if test_only else [])]
     if avoid:  # which stands above what the script says
         argv.append(f"--exclude={','.join([*_EXCLUDED.findall(script), *avoid])}")
     text = run(argv, stdin=script, folder=folder)
     number = text.strip().partition(";")[0]
-    return int(number) if number.isdigit() and not test_only else 0
+    return "" if test_only else number
 
 
 def earliest_start(script: str, folder: str) -> float | None:
@@ -103,23 +112,23 @@ def earliest_start(script: str, folder: str) -> float | None:
     return None if found is None else datetime.fromisoformat(found[1]).timestamp()
 
 
-def signal(job_id: int, name: str) -> None:
+def signal(job_id: str, name: str) -> None:
     """To the job's script alone."""
-    _unless_gone(["scancel", "--batch", f"--signal={name}", str(job_id)])
+    _unless_gone(["scancel", "--batch", f"--signal={name}", job_id])
 
 
-def cancel(job_id: int) -> None:
-    """Also of a job that waits. Its processes get SIGTERM, and SIGKILL a little later."""
-    _unless_gone(["scancel", str(job_id)])
+def cancel(*job_ids: str) -> None:
+    """Also of jobs that wait. Their processes get SIGTERM, and SIGKILL a little later."""
+    _unless_gone(["scancel", *job_ids])
 
 
-def kill(job_id: int) -> None:
+def kill(job_id: str) -> None:
     """At once."""
-    _unless_gone(["scancel", "--full", "--signal=KILL", str(job_id)])
+    _unless_gone(["scancel", "--full", "--signal=KILL", job_id])
     cancel(job_id)
 
 
-def start_now(job_id: int) -> None:
+def start_now(job_id: str) -> None:
     """Slurm lets a job that was requeued wait for two minutes."""
     run(["scontrol", "update", f"JobId={job_id}", "StartTime=now"])
 

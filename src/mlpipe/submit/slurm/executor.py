@@ -10,15 +10,18 @@ from mlpipe.render.slurm import parts_of
 from mlpipe.store.base import Store
 from mlpipe.submit.executor import Slots
 from mlpipe.submit.handle import ThreadedHandle
-from mlpipe.submit.slurm.jobs import JobHandle
+from mlpipe.submit.slurm.jobs import JobHandle, Task
 from mlpipe.submit.slurm.replicas import ReplicaJobs
 
 
 class SlurmExecutor:
-    """Starts stages by the scripts that `render` makes of their plans, and of parts of those, in `folder`."""
+    """Starts stages by the scripts that `render` makes of their plans, and of parts of those, in `folder`.
+    `task`: of an array, see `arrays.py`, which is the first attempt."""
 
-    def __init__(self, store: Store, folder: str, render: Callable[[Plan, str], str]) -> None:
-        self._store, self._folder, self._render = store, folder, render
+    def __init__(
+        self, store: Store, folder: str, render: Callable[[Plan, str], str], task: Task | None = None
+    ) -> None:
+        self._store, self._folder, self._render, self._task = store, folder, render, task
 
     def capacity(self) -> Slots:
         """Slurm knows better."""
@@ -33,4 +36,5 @@ class SlurmExecutor:
     def start(self, plan: Plan, scratch: Path) -> ThreadedHandle:
         if plan.launch.replicas is not None:
             return ReplicaJobs(self._store, plan, self._folder, self._render)
-        return JobHandle(self._store, plan, self._folder, self._render(plan, ""))
+        task = self._task if plan.attempt == 1 else None
+        return JobHandle(self._store, plan, self._folder, self._render(plan, ""), task)

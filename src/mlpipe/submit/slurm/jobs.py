@@ -8,7 +8,7 @@ of a stage is read from the outcomes that its launchers left in the store: Slurm
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mlpipe._core.errors import SubmitError
@@ -27,17 +27,21 @@ AWAY_SECONDS = 1800.0  # the controller may be away for this long; jobs go on wi
 _GONE_POLLS = 2  # so many times a job is not listed before it is believed to be gone
 _LAST_LINES = 15  # of what a job said that left no outcome
 _TAIL_BYTES = 8192
-Asked = set[tuple[int, int, str]]  # what each start of a job was told already
+Asked = set[tuple[str, int, str]]  # what each start of a job was told already
+
+
+Task = Mapping[str, str]  # of an array: `job` (its id, 12_3), `name` and `comment` of all, `output`
 
 
 class JobHandle(ThreadedHandle):
-    """One attempt's job, submitted or adopted."""
+    """One attempt's job, submitted or adopted. `task`: that it is already; a job of its own is submitted
+    where Slurm does not know that one any more."""
 
-    def __init__(self, store: Store, plan: Plan, folder: str, script: str) -> None:
+    def __init__(self, store: Store, plan: Plan, folder: str, script: str, task: Task | None = None) -> None:
         super().__init__(store, plan)
-        self._folder, self._script = folder, script
+        self._folder, self._script, self._task = folder, script, task
         self._name, self._comment = job_name(plan.run_id, plan.stage, plan.attempt), comment(script)
-        self._output = Path(folder, output_file(plan))
+        self._output = Path(folder, task["output"] if task else output_file(plan))
         self._killing = False
         self._note = ""
         self._thread.start()
@@ -50,7 +54,6 @@ class JobHandle(ThreadedHandle):
         self._killing = True
 
     def _work(self) -> Ended:
-        self._output.parent.mkdir(parents=True, exist_ok=True)
         if not self._submit():
             return Ended("cancelled", "stopped before it was submitted")
         return self._follow_job()
@@ -65,6 +68,8 @@ class JobHandle(ThreadedHandle):
                     return True
                 if self._stopping:
                     return False
+                self._output = Path(self._folder, output_file(self._plan))
+                self._output.parent.mkdir(parents=True, exist_ok=True)
                 client.submit(self._script, self._folder)
                 return True
             except AwayError as error:
@@ -76,7 +81,7 @@ class JobHandle(ThreadedHandle):
     def _jobs(self) -> list[Job]:
         """Of this attempt. Raises SubmitError (input) for one of the same name that is another."""
         jobs = [job for job in client.jobs(self._name) if job.name == self._name]
-        return [job for job in jobs if same_script(job, self._comment)]
+        return [job for job in jobs if same_script(job, self._comment)] or task_of(self._task)
 
     def _follow_job(self) -> Ended:
         answered = time.monotonic()
@@ -172,7 +177,7 @@ class JobHandle(ThreadedHandle):
 def act(job: Job, asked: Asked, *, stopping: bool = False, killing: bool = False) -> None:
     """What is asked of the job, once for each of its starts; again where no answer came."""
 
-    def once(what: str, do: Callable[[int], None]) -> None:
+    def once(what: str, do: Callable[[str], None]) -> None:
         if (job.id, job.restarts, what) not in asked:
             do(job.id)
             asked.add((job.id, job.restarts, what))
@@ -190,6 +195,14 @@ def act(job: Job, asked: Asked, *, stopping: bool = False, killing: bool = False
         if (seen := (job.id, job.restarts, "waits")) in asked:
             once("start", client.start_now)
         asked.add(seen)
+
+
+def task_of(task: Task | None) -> list[Job]:
+    """As squeue tells of it, if it does."""
+    if task is None:
+        return []
+    jobs = client.jobs(task["name"])
+    return [job for job in jobs if job.id == task["job"] and job.comment == task["comment"]]
 
 
 def same_script(job: Job, expected: str) -> bool:

@@ -20,7 +20,7 @@ from mlpipe._core import environment
 from mlpipe._core.addresses import outward_interface
 from mlpipe._core.errors import EXIT_CODES, NON_RETRIABLE_CODES, MlpipeError
 from mlpipe.plan.plan import Plan
-from mlpipe.render.slurm import COORDINATOR, NON_RETRIABLE_BASE
+from mlpipe.render.slurm import COORDINATOR, NON_RETRIABLE_BASE, plan_of_task
 from mlpipe.store.open import open_store
 
 _PRIVATE = 0o700
@@ -31,13 +31,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="mlpipe.submit.slurm.node", description=__doc__)
     parser.add_argument("--scratch", required=True)
     parser.add_argument("--part", default="", help="Of an elastic training: its coordinator, or a number.")
+    parser.add_argument("--task", type=int, help="Of an array: which of its plans.")
     arguments = parser.parse_args()
     folder = Path(f"{arguments.scratch}-{os.environ['SLURM_NODEID']}")
     # Slurm signals every process of a step that it ends: the stage's own process saves, and is waited for.
     signal.signal(signal.SIGTERM, lambda signum, frame: None)
     try:
-        plan = Plan.from_json(sys.stdin.buffer.read())
-        check_store(plan, os.environ.get("SLURMD_NODENAME", "this node"))
+        text = sys.stdin.buffer.read()
+        if arguments.task is None:
+            plan = Plan.from_json(text)
+            written = f"{plan.attempt_key}/plan.json"
+        else:  # it may begin before the driver of its run does
+            plan, owner = plan_of_task(text, arguments.task)
+            written = f"runs/{owner}/run.json"
+        check_store(plan, os.environ.get("SLURMD_NODENAME", "this node"), written)
         return _code(_run(plan, folder, arguments.part))
     except MlpipeError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
@@ -46,9 +53,9 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_store(plan: Plan, node: str) -> None:
-    """Raises MlpipeError (input) where the store is a folder of the submitter's machine alone."""
-    key = f"{plan.attempt_key}/plan.json"
+def check_store(plan: Plan, node: str, key: str) -> None:
+    """`key`: of what whoever submitted has written. Raises MlpipeError (input) where the store is a folder of
+    the submitter's machine alone."""
     store = open_store(plan.store_url)
     if not store.exists(key):
         raise MlpipeError(

@@ -10,6 +10,7 @@ _REASONS = {
     r"Priority": "jobs of a higher priority are before it: wait, or ask for less",
     r"Resources": "not enough nodes, cores, memory or GPUs are free: wait, or ask for less",
     r"Dependency(NeverSatisfied)?": "a job of the same name has not ended: see squeue --me",
+    r"JobArrayTaskLimit": "as many of its sweep run as may at a time: see sweep.max_parallel",
     r"BeginTime": "it was queued again and may not begin yet",
     r"JobHeldUser": "it is held: scontrol release it",
     r"JobHeldAdmin": "it is held by an administrator, or since its start failed: see scontrol show job",
@@ -69,7 +70,7 @@ _REFUSALS = {
 }
 
 
-def why_waiting(job_id: int, state: str, reason: str) -> str:
+def why_waiting(job_id: str, state: str, reason: str) -> str:
     """Of a job under way; "" when it runs."""
     words = _words(reason) if state == "PENDING" else _STATES.get(state)
     return f"Slurm job {job_id} waits: {words}" if words else ""

@@ -56,7 +56,7 @@ class ReplicaJobs(ThreadedHandle):
         self._scripts = {part: render(plan, part) for part in parts}
         self._submits = dict.fromkeys(parts, 0)
         self._asked: Asked = set()
-        self._retired: set[int] = set()  # ids of jobs that are told to leave
+        self._retired: set[str] = set()  # ids of jobs that are told to leave
         self._given_up: set[str] = set()
         self._left_out: list[str] | None = None
         self._num_taken = 0  # replicas that Slurm took

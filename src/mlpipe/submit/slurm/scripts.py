@@ -9,7 +9,7 @@ from mlpipe._core.errors import PlanError, SubmitError
 from mlpipe.plan.ahead import plan_ahead
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.plan.pods import host_bytes
-from mlpipe.plan.slurm import slurm_job
+from mlpipe.plan.slurm import SlurmJob, slurm_job
 from mlpipe.render.slurm import parts_of, script
 from mlpipe.spec.model import Pipeline
 from mlpipe.store.open import full_url
@@ -22,10 +22,15 @@ Files = dict[str, str]
 
 def of_plan(pipeline: Pipeline, plan: Plan, part: str = "") -> str:
     """The script of one attempt, or of a part of it. Raises RenderError."""
+    return script(plan, job_of(pipeline, plan), output_file(plan, part), part)
+
+
+def job_of(pipeline: Pipeline, plan: Plan) -> SlurmJob:
+    """What an attempt asks for. Raises PlanError."""
     job, train = slurm_job(pipeline, plan.stage, host_bytes(plan.work, plan.launch)), plan.part(TrainPlan)
     if train is not None and not train.resume:  # as a trial: another start would begin again, in its records
         job = replace(job, max_requeues=0)
-    return script(plan, job, output_file(plan, part), part)
+    return job
 
 
 def scripts(submission: Submission) -> Files:

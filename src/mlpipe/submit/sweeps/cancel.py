@@ -9,7 +9,7 @@ from mlpipe._core.errors import SubmitError
 from mlpipe.store import leases, runs, sweeps
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
-from mlpipe.submit import driver
+from mlpipe.submit import backends, driver
 from mlpipe.submit.held_lease import HeldLease
 from mlpipe.submit.sweeps.controller import STOPPED
 
@@ -32,6 +32,7 @@ def cancel_sweep(store: Store, sweep_id: str, why: str, *, timeout_seconds: floa
         return sweep
     with HeldLease(store, sweep_id):
         stages = dict(sweep.stages)
+        _end_batch(store, sweep, deadline)
         for name, trial in sweep.stages.items():
             run_id = sweeps.trial_run_id(sweep_id, name)
             if trial.state == "running" and store.exists(f"runs/{run_id}/run.json"):
@@ -43,3 +44,18 @@ def cancel_sweep(store: Store, sweep_id: str, why: str, *, timeout_seconds: floa
         return runs.update_run(
             store, sweep_id, lambda run: replace(run, state="cancelled", message=why, stages=stages)
         )
+
+
+def _end_batch(store: Store, sweep: RunState, deadline: float) -> None:
+    """What the sweep's place would start by itself. Trials with drivers are the caller's."""
+    if "batch" not in sweep.meta:
+        return
+    batch = backends.of_run(sweep).batch(store, sweep, {}, 0, lambda text: None)
+    begun = [name for name, trial in sweep.stages.items() if trial.state == "running"]
+    while batch is not None and not batch.cancel(begun):
+        if time.monotonic() > deadline:
+            raise SubmitError(
+                f"trials of sweep {sweep.run_id} that have not begun cannot be taken back",
+                hint="its place does not answer, or they are slow to end: try again",
+            )
+        time.sleep(0.2)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
@@ -25,6 +26,7 @@ from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, RunStatus, StageState
 from mlpipe.submit import backends, seal
 from mlpipe.submit.adopt import DriveRequest, record
+from mlpipe.submit.batch import METHODS, Batch
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease, update_held
 from mlpipe.submit.submission import Console, Submission
@@ -105,6 +107,12 @@ def _waits_again(store: Store, sweep: RunState) -> list[str]:
     return again
 
 
+def _cancelled(run: RunState, why: str) -> RunState:
+    """Before anything of it began."""
+    stages = {name: replace(stage, state="skipped", message=why) for name, stage in run.stages.items()}
+    return replace(run, state="cancelled", message=why, stages=stages)
+
+
 def _rungs(submission: Submission) -> list[int]:
     """Of the pipeline's training, as the file has it."""
     sweep = sweep_of(submission)
@@ -131,19 +139,24 @@ class _Controller:
         self._backend = backends.of_run(self.state)
         self._num_slots = slots_of(self._sweep)
         self._following: dict[str, _Following] = {}
+        self._batch: Batch | None = None
+        self._waiting: Mapping[str, str] = {}  # trials that the batch has not begun
+        self._is_rid = True  # of what the batch had besides trials with drivers, once the sweep stops
         self._look_seconds = _LOOK_SECONDS[store.local_path("runs") is None]
         self._looked_for_cancel = 0.0
 
     def run(self, watch: Callable[[RunState], None]) -> RunState:
         """See `drive_sweep`."""
         self._update(lambda run: replace(run, state="running", message=""))
+        self._make_batch()
         try:
             while True:
                 self._lease.check()
                 self._look_for_cancel()
                 self._round()
                 watch(self.state)
-                if not self._stages("running") and (self._stop.kind is not None or self._next() is None):
+                is_left = self._stages("pending") if self._stop.kind is None else not self._is_rid
+                if not self._stages("running") and not is_left:
                     return self._finish()
                 time.sleep(self._look_seconds)
         except KeyboardInterrupt:  # the second signal
@@ -158,9 +171,9 @@ class _Controller:
                     self._begin(name, adopt=True)  # of the controller before us
             for name in list(self._following):
                 self._follow(name)
-            while self._stop.kind is None and len(self._following) < self._sweep.max_parallel:
-                if (new := self._next()) is None:
-                    break
+            if self._batch is not None:
+                self._tend(self._batch)
+            while self._stop.kind is None and (new := self._next()) is not None:
                 self._start(new)
             if self._stop.kind is not None:
                 for name, following in self._following.items():
@@ -170,18 +183,73 @@ class _Controller:
                 raise
 
     def _next(self) -> str | None:
-        return next((name for name, trial in self.state.stages.items() if trial.state == "pending"), None)
+        """Which trial gets a driver now. One that the batch has begun waits for nobody: of those under way
+        some may be queued again, and Slurm counts them itself; but nor do thousands come at once."""
+        room = self._sweep.max_parallel - len(self._following)
+        for name, trial in self.state.stages.items():
+            if trial.state == "pending" and name not in self._waiting:
+                has_begun = self._batch is not None and self._batch.trial(name) is not None
+                if room > (-self._sweep.max_parallel if has_begun else 0):
+                    return name
+        return None
+
+    def _make_batch(self) -> None:
+        if self._sweep.method not in METHODS or not self._backend.has_batches:
+            return
+        known = {info.key.split("/")[1] for info in self._store.list("index", recursive=False)}
+        fresh = {}
+        for name, trial in self.state.stages.items():
+            run_id = sweeps.trial_run_id(self._id, name)
+            is_fresh = trial.state == "pending" and run_id not in known
+            if is_fresh and "batch" in self.state.meta:  # it may have begun while there was no controller
+                is_fresh = self._is_untouched(name)
+            if is_fresh:
+                values = sweeps.values_of(self.state, name)
+                fresh[name] = trial_submission(self._submission, self._id, name, values)
+        most = self._sweep.max_parallel
+        self._batch = batch = self._backend.batch(self._store, self.state, fresh, most, self._console.note)
+        if batch is not None:  # before any of it is sent
+            self._is_rid = False
+            self._update(lambda run: replace(run, meta={**run.meta, "batch": batch.meta()}))
+
+    def _is_untouched(self, name: str) -> bool:
+        """Nobody has written anything of the trial."""
+        return next(iter(self._store.list(f"runs/{sweeps.trial_run_id(self._id, name)}")), None) is None
+
+    def _tend(self, batch: Batch) -> None:
+        if self._stop.kind is not None:
+            self._is_rid = batch.cancel(self._following)
+            return
+        self._waiting = batch.waiting()
+        for name, why in batch.gone().items():
+            if self.state.stages[name].state == "pending" and self._is_untouched(name):
+                run_id = self._recorded(name, batch.trial(name)).run_id or ""  # which `mlpipe resume` finds
+                runs.update_run(self._store, run_id, partial(_cancelled, why=why))
+                self._ended(name, "cancelled", why, {})
+        said = {
+            name: replace(self.state.stages[name], message=why)
+            for name, why in self._waiting.items()
+            if self.state.stages[name].state == "pending" and self.state.stages[name].message != why
+        }
+        if said:
+            self._update(lambda run: replace(run, stages={**run.stages, **said}))
 
     # A trial
 
     def _start(self, name: str) -> None:
         taken = {trial.outcome.get("slot") for trial in self._stages("running")}
-        slot = min(set(range(self._num_slots)) - taken)
+        slot = min(set(range(self._num_slots)) - taken, default=0)
         values = sweeps.values_of(self.state, name) or self._suggested(name)
+        begun = self._batch.trial(name) if self._batch is not None else None
 
         def change(run: RunState) -> RunState:
             trial = replace(
-                run.stages[name], state="running", attempt=1, started=time.time(), outcome={"slot": slot}
+                run.stages[name],
+                state="running",
+                attempt=1,
+                message="",
+                started=time.time(),
+                outcome={"slot": slot} | ({"batch": begun} if begun is not None else {}),
             )
             trials = {**run.meta["trials"], name: values}
             return replace(run, stages={**run.stages, name: trial}, meta={**run.meta, "trials": trials})
@@ -212,11 +280,7 @@ class _Controller:
     def _driven(self, name: str, *, adopt: bool = False) -> RunState:
         """The trial's run, with a driver unless it is done; `adopt`: unless it has ended, not by the
         sweep's own stop. Raises SubmitError (input) if the run of its id is another one."""
-        store, run_id = self._store, sweeps.trial_run_id(self._id, name)
-        submission = trial_submission(self._submission, self._id, name, sweeps.values_of(self.state, name))
-        if not store.exists(f"runs/{run_id}/run.json"):
-            stages = [stage.name for stage in submission.pipeline.stages]
-            record(store, self._backend, submission, stages, sweep=self._id)
+        store, run_id, submission = self._store, sweeps.trial_run_id(self._id, name), self._recorded(name)
         run = runs.read_run(store, run_id)
         asked = tuple(run.meta.get("set", ()))[: len(submission.overrides)]  # a resume adds to them
         if asked != submission.overrides or runs.read_pipeline(store, run_id) != submission.text:
@@ -236,6 +300,16 @@ class _Controller:
                 self._backend, store, run_id, submission.pipeline, None, self._console
             ).start_driver()
         return runs.read_run(store, run_id)
+
+    def _recorded(self, name: str, begun: Mapping[str, str] | None = None) -> Submission:
+        """The trial's, of which there is a run from now on. `begun`: as what, if it is not under way."""
+        begun = begun or self.state.stages[name].outcome.get("batch")
+        submission = trial_submission(self._submission, self._id, name, sweeps.values_of(self.state, name))
+        if not self._store.exists(f"runs/{submission.run_id}/run.json"):
+            stages = [stage.name for stage in submission.pipeline.stages]
+            more = {"batch": begun} if begun is not None else {}
+            record(self._store, self._backend, submission, stages, sweep=self._id, **more)
+        return submission
 
     def _follow(self, name: str) -> None:
         following = self._following[name]
@@ -351,6 +425,8 @@ class _Controller:
     def _stop_at_once(self) -> None:
         """Drivers on this machine: the second signal. Elsewhere trials have been asked to save, and will."""
         deadline = time.monotonic() + _AT_ONCE_SECONDS
+        if self._batch is not None:
+            self._batch.cancel(self._following)
         while True:
             with suppress(StoreError):  # the signal reaches those on this machine without a store
                 for name, following in self._following.items():
