@@ -4,6 +4,8 @@ who sets and who reads it. What they mean to users stands in docs/reference/envi
 Those that others define (torchrun's, AWS's, Jenkins') have the names that everybody knows, and no constant.
 """
 
+from collections.abc import Mapping
+
 # By people, and by the steps of a Jenkinsfile; read by every command.
 STORE = "MLPIPE_STORE"
 CACHE = "MLPIPE_CACHE"  # set in every pod, too
@@ -59,3 +61,20 @@ NODE_NAME = "MLPIPE_NODE_NAME"  # read by the user's code
 # Set by render/pod.py for a driver, whose lease says them (store/leases.py); POD_NAME also for a stage.
 POD_NAME = "MLPIPE_POD_NAME"
 POD_UID = "MLPIPE_POD_UID"
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("MLPIPE_")
+
+
+def same_at_start(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether a process that has begun in one of these environments may go on in the other: what OpenMP, the
+    allocator, the loader, Python and libraries read once is the same."""
+    return _read_at_start(one) == _read_at_start(other)
+
+
+def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
+    """All but what is read where it is used: ours, and some that launchers set."""
+    later = {"CUDA_VISIBLE_DEVICES", "JOB_COMPLETION_INDEX"}
+    later |= {"PYTHONUNBUFFERED", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+    return {name: env[name] for name in env.keys() - later if not is_ours(name)}

@@ -111,15 +111,19 @@ def drive(
                 look()
 
         hardware: Callable[[Pipeline, str], Hardware] = backend.hardware
+        executor = backend.executor(store, former, lease.holder)
         if not (backend.outlives_driver or backend.trains_elsewhere) and knows_machine():
             from mlpipe.submit import measuring
+            from mlpipe.submit.process_executor import ProcessExecutor
 
-            hardware = held.enter_context(measuring.beside(pipeline, former, hardware, note))
+            hardware, standbys = held.enter_context(measuring.beside(pipeline, former, hardware, note))
+            if isinstance(executor, ProcessExecutor):
+                executor.standbys = standbys
         runner = DagRunner(
             Drive(store, run_id, lease.holder, scratch, stop, alive, watch, backend.outlives_driver),
             planning.needs(pipeline),
             planning.planner(store, run_id, pipeline, hardware, fetch=not backend.outlives_driver),
-            backend.executor(store, former, lease.holder),
+            executor,
         )
         try:
             return runner.run(only_wanted=only is not None)

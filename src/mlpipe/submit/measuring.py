@@ -7,18 +7,18 @@ import contextlib
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
+from mlpipe._core.errors import MlpipeError
 from mlpipe._core.units import format_step_seconds
 from mlpipe.kinds.train.spec import OwnModel, Train
 from mlpipe.observe.predicted import measured
 from mlpipe.observe.runview import RunView, worst_load
 from mlpipe.plan import machine
+from mlpipe.plan.ahead import plan_ahead
 from mlpipe.plan.build import stage_resources
 from mlpipe.plan.candidates import priced
 from mlpipe.plan.hardware import Hardware, cpu_speed, knows_machine, machine_memory_bytes
@@ -26,6 +26,7 @@ from mlpipe.plan.machine import Core, Learnt, Machine
 from mlpipe.plan.plan import Plan, TrainPlan
 from mlpipe.spec.model import Pipeline, Stage
 from mlpipe.store.runs import RunState
+from mlpipe.submit.standby import Standby, Standbys
 
 _LONGEST_SECONDS = 30.0  # of a plan that waits; an idle machine takes 4, most of it to import torch
 _LATE_SECONDS = 1.0  # that a training waits for what was begun before it
@@ -36,33 +37,23 @@ Note = Callable[[str], None]
 
 
 class Measuring:
-    """A process that measures; what it has said by its end is kept. It dies with us, and `lock`, which is
-    released here, is held as long as it lives."""
+    """What `standby` measures; what it has said in time is kept."""
 
-    def __init__(self, lock: int) -> None:
+    def __init__(self, standby: Standby) -> None:
         self._began = time.monotonic()
-        # -P: no module of the working folder stands before torch's
-        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mlpipe.train.measure", str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, _THREADS: "1"},
-            start_new_session=True,
-            pass_fds=(lock,),
-        )
-        os.close(lock)
+        self._standby = standby
+        self._is_finished = False
 
     def finish(self, seconds: float, note: Note) -> None:
         """Waits no longer than `seconds`. Says in a line what was measured, or that nothing was."""
-        if self._process is None:
+        if self._is_finished:
             return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        said = self.close()
+        self._standby.has_measured(seconds)
+        self._is_finished = True
         if machine.is_known():
             return  # another was not late, and may have learnt since
-        taken, figures = time.monotonic() - self._began, _figures(said.decode(errors="replace"))
+        taken = time.monotonic() - self._began
+        figures = _figures(self._standby.figures.decode(errors="replace"))
         if not figures:
             note(f"this machine could not be measured in {taken:.0f} s: its figures are the catalogue's")
             return
@@ -77,19 +68,6 @@ class Measuring:
             f"kept in {machine.path()}"
         )
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process is not None and self._process.poll() is not None
-
-    def close(self) -> bytes:
-        """Ends it; what it has said."""
-        if self._process is None:
-            return b""
-        self._process.kill()
-        said, _ = self._process.communicate()
-        self._process = None
-        return said
-
 
 def measure_first(pipeline: Pipeline, note: Note) -> None:
     """Where something is to be planned on CPUs that nobody has measured: waits for it, whoever measures."""
@@ -99,22 +77,24 @@ def measure_first(pipeline: Pipeline, note: Note) -> None:
     if machine.is_known():
         os.close(lock)
         return
-    with contextlib.closing(Measuring(lock)) as measuring:
-        measuring.finish(max(_LATE_SECONDS, deadline - time.monotonic()), note)
+    with contextlib.closing(Standby({**os.environ, _THREADS: "1"}, lock)) as standby:
+        Measuring(standby).finish(max(_LATE_SECONDS, deadline - time.monotonic()), note)
 
 
 @contextlib.contextmanager
 def beside(
     pipeline: Pipeline, run: RunState, hardware: Callable[[Pipeline, str], Hardware], note: Note
-) -> Iterator[Callable[[Pipeline, str], Hardware]]:
-    """Within, what `hardware` says of a stage, measured while the stages ran that it needs. A training that
-    starts at once waits for nothing: its machine is known when it has ended."""
+) -> Iterator[tuple[Callable[[Pipeline, str], Hardware], Standbys]]:
+    """Within, what `hardware` says of a stage, measured while the stages ran that it needs; and what has
+    measured, of which the training may begin. A training that starts at once waits for nothing: its machine
+    is known when it has ended."""
     names = _trainings_to_measure(pipeline)
     waiting = [any(run.stages[need].state != "done" for need in pipeline.stage(name).needs) for name in names]
     if not waiting or not all(waiting) or (lock := _lock(0.0, note)) is None:
-        yield hardware
+        yield hardware, Standbys()
         return
-    measuring = Measuring(lock)
+    standby = Standby(_environment_of(pipeline, names[0], run.run_id), lock)
+    measuring = Measuring(standby)
 
     def measured_hardware(pipeline: Pipeline, stage: str) -> Hardware:
         if stage in names:
@@ -122,11 +102,19 @@ def beside(
         return hardware(pipeline, stage)
 
     try:
-        yield measured_hardware
+        yield measured_hardware, Standbys(standby)
     finally:
-        if measuring.has_ended:  # of a run of one stage, say, for the next
+        if standby.has_measured():  # of a run of one stage, say, for the next
             measuring.finish(0.0, note)
-        measuring.close()
+        standby.close()
+
+
+def _environment_of(pipeline: Pipeline, training: str, run_id: str) -> dict[str, str]:
+    """In which its launcher will be started, as far as a plan ahead can say."""
+    try:
+        return {**os.environ, **plan_ahead(pipeline, training, "", run_id).launch.env}
+    except MlpipeError:  # a figure that an earlier stage makes
+        return {**os.environ, _THREADS: "1"}
 
 
 def _lock(seconds: float, note: Note) -> int | None:

@@ -32,7 +32,7 @@ def spawn(
     """Start `argv` without a shell in `folder`. It gets `death_signal` when the calling thread ends."""
     with output.open("ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", _CHILD, str(os.getpid()), str(int(death_signal)), *argv],
+            dies_with_us(argv, death_signal),
             env=dict(env),
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -40,6 +40,11 @@ def spawn(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def dies_with_us(argv: Sequence[str], death_signal: signal.Signals) -> list[str]:
+    """argv of a child that becomes `argv`, and gets the signal when the thread that started it ends."""
+    return [sys.executable, "-I", "-S", _CHILD, str(os.getpid()), str(int(death_signal)), *argv]
 
 
 def members(

@@ -26,6 +26,7 @@ from mlpipe.submit.command_gang import GangHere, commit, variables
 from mlpipe.submit.executor import Ended, Slots
 from mlpipe.submit.handle import ThreadedHandle, ended_by
 from mlpipe.submit.here import stage_command
+from mlpipe.submit.standby import Standbys
 
 _LAST_LINES = 15  # of a failed command's log, shown with the failure
 _KINDS: dict[int, ErrorKind] = {code: kind for kind, code in EXIT_CODES.items()}
@@ -50,6 +51,7 @@ class ProcessExecutor:
         self._folder = folder
         self._gpus = gpu_ids()
         self._taken: list[tuple[ThreadedHandle, list[str]]] = []
+        self.standbys: Standbys | None = None  # of which launchers may begin as forks
 
     def capacity(self) -> Slots:
         return Slots(cpus=len(os.sched_getaffinity(0)), gpus=len(self._gpus))
@@ -73,7 +75,8 @@ class ProcessExecutor:
         (scratch / "output").mkdir()
         (scratch / "plan.json").write_text(plan.to_json())
         env[environment.DRIVER] = self._driver
-        handle = StageProcess(self._store, plan, scratch, Command(argv, env, self._folder), self._driver)
+        command = Command(argv, env, self._folder, self.standbys)
+        handle = StageProcess(self._store, plan, scratch, command, self._driver)
         self._taken.append((handle, gpus))
         return handle
 
@@ -150,11 +153,12 @@ def resolve(argv: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Command:
-    """`env`: added to ours. `folder`: where it runs."""
+    """`env`: added to ours. `folder`: where it runs. `standbys`: of which it may begin as a fork."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     folder: str
+    standbys: Standbys | None = None
 
 
 class StageProcess(ThreadedHandle):
@@ -178,12 +182,11 @@ class StageProcess(ThreadedHandle):
         # An orphaned launcher saves; an orphaned command has nothing that anybody would read.
         self._is_command = plan.kind.runs == "command"
         death = signal.SIGKILL if self._is_command else signal.SIGTERM
-        self._process = process.spawn(
-            command.argv,
-            env={**os.environ, **command.env},
-            folder=command.folder,
-            output=self._log,
-            death_signal=death,
+        argv, folder, env = command.argv, command.folder, {**os.environ, **command.env}
+        standby = command.standbys and command.standbys.find(argv, env)
+        begun = standby and standby.begin(argv, env=env, folder=folder, output=self._log)
+        self._process = begun or process.spawn(
+            argv, env=env, folder=folder, output=self._log, death_signal=death
         )
         self._thread.start()
 

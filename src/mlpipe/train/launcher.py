@@ -32,7 +32,7 @@ from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome, write_outcome
 from mlpipe.store.runs import append_event
-from mlpipe.train import outcome, stop
+from mlpipe.train import forked, outcome, stop
 from mlpipe.train.logs import LogShipper
 from mlpipe.train.outcome import SLOW_FILE, Outcome
 from mlpipe.train.profile_watch import PROFILE_FILE, ProfileWatch
@@ -117,15 +117,7 @@ class Launcher:
 
             return stand_by(self.store, self.plan, self.node.rendezvous, lambda: self.num_signals > 0)
         torchrun_log = self.scratch / "torchrun.log"
-        with torchrun_log.open("wb") as log:
-            process = subprocess.Popen(
-                torchrun_argv(self.plan, log_dir, self.node),
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                preexec_fn=partial(die_with_parent, os.getpid()),  # before any thread exists here
-            )
+        process = self._start_torchrun(torchrun_argv(self.plan, log_dir, self.node), torchrun_log)
         watch = (
             ProfileWatch(self.store, self.plan.attempt_key, self.scratch)
             if self.node.index == 0 and not self.node.replica  # where rank 0 is
@@ -167,6 +159,22 @@ class Launcher:
         if self.plan.launch.num_nodes > 1 and (ended.kind == "infrastructure" or "waiting" in ended.details):
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code
+
+    def _start_torchrun(self, argv: list[str], output: Path) -> subprocess.Popen[bytes]:
+        """Before any thread exists here. It begins as our fork where we are one that has imported torch."""
+        env = self._environment()
+        forks = forked.fits(env)
+        begin = partial(forked.begin_torchrun, os.getpid(), argv, env)
+        with output.open("wb") as log:
+            return subprocess.Popen(
+                argv,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=begin if forks else partial(die_with_parent, os.getpid()),
+                restore_signals=not forks,  # a new interpreter ignores SIGPIPE again, as we do
+            )
 
     def _preflight(self) -> Outcome | None:
         """None: the machines passed."""

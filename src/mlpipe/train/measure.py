@@ -1,6 +1,5 @@
-"""`python -m mlpipe.train.measure PARENT`: how fast one core of this machine is, as a line of JSON for each
-precision on standard output: `precision`, and the fields of `plan/machine.py`'s Core. It dies with PARENT,
-the process that started it.
+"""How fast one core of this machine is, as a line of JSON for each precision on standard output: `precision`,
+and the fields of `plan/machine.py`'s Core. Run by `standby.py`, in a fork.
 
 Seconds are of CPU time, by one thread: another process on the same core makes us wait, and does not count.
 The best try counts, as what happens beside us only ever adds.
@@ -9,7 +8,6 @@ The best try counts, as what happens beside us only ever adds.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,10 +20,9 @@ from mlpipe.plan.reference import REFERENCE, REFERENCE_BATCH
 from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import Llama
 from mlpipe.train.precision import DTYPES
-from mlpipe.train.stop import die_with_parent
 
-_BOX_SECONDS = 3.0  # of CPU time, for all precisions together
-_MOST_TRIES = 6
+_TRIES = 2  # of both passes: the first makes the kernels
+_MATMULS = 4
 _MATMUL = 1_024  # rows and columns
 
 
@@ -50,28 +47,21 @@ def reference_passes(
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv[1]))
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    box = _BOX_SECONDS / len(PRECISIONS)
     for precision in PRECISIONS:
         left, right = (torch.ones(_MATMUL, _MATMUL, dtype=DTYPES[precision]) for _ in range(2))
-        matmul = _best_seconds(partial(torch.matmul, left, right), box / 6)
-        whole = _best_seconds(reference_passes(torch.device("cpu"), precision), box - box / 6)
+        matmul = _best_seconds(partial(torch.matmul, left, right), _MATMULS)
+        whole = _best_seconds(reference_passes(torch.device("cpu"), precision), _TRIES)
         rates = {"matmul_flops": 2.0 * _MATMUL**3 / matmul, "passes_seconds": whole}
         print(json.dumps({"precision": precision, **rates}), flush=True)  # noqa: T201
 
 
-def _best_seconds(work: Callable[[], object], box: float) -> float:
-    """Of CPU time, for one call. Begins none after `box` seconds, but the first two."""
+def _best_seconds(work: Callable[[], object], number: int) -> float:
+    """Of CPU time, for one of so many calls."""
     tries: list[float] = []
-    deadline = time.process_time() + box
-    while len(tries) < _MOST_TRIES and (len(tries) < 2 or time.process_time() < deadline):
+    for _ in range(number):
         start = time.process_time()
         work()
         tries.append(time.process_time() - start)
     return min(tries)
-
-
-if __name__ == "__main__":
-    main()

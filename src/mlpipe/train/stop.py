@@ -28,10 +28,10 @@ _POLL_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL when `parent_pid`, our parent, dies; at once if it is dead already. Without it, workers outlive
-    a killed torchrun and go on computing for nobody."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent_pid: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
+    """`death_signal` when `parent_pid`, our parent, dies; the end if it is dead already. Without it, workers
+    outlive a killed torchrun and go on computing for nobody."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, death_signal)
     if os.getppid() != parent_pid:
         os._exit(1)  # it died before we could ask to die with it
 

@@ -22,7 +22,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import IO, Any, NoReturn
 
 from mlpipe.plan.gang_node import GangNode
 from mlpipe.train import debugger, without_dynamo
+from mlpipe.train.as_program import run_as_program
 from mlpipe.train.stop import die_with_parent
 
 RENDEZVOUS_SECONDS = 900.0
@@ -185,22 +185,13 @@ def rank(
     if (lent := debugger.terminal_of(int(env["RANK"]))) is not None:
         print(f"the rest goes to {lent[0]} (--debug-rank)", flush=True)  # noqa: T201
         debugger.take(*lent)
-    code: object = 1
-    try:
-        sys.argv = list(args[args.index("-m") + 1 :])
+    sys.argv = list(args[args.index("-m") + 1 :])
+
+    def program() -> None:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as ended:
-        code = ended.code
-        if not isinstance(code, int | None):
-            print(code, file=sys.stderr)  # noqa: T201  # as the interpreter does
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not a return: the clean-up behind it would wait for threads that wait for ranks that are gone.
-        os._exit(code if isinstance(code, int) else int(code is not None))
+
+    # The clean-up would wait for threads that wait for ranks that are gone.
+    run_as_program(program, clean_up=False)
 
 
 def _set_title(name: str, args: tuple[str, ...]) -> None:

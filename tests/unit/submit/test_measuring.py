@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from mlpipe.spec.model import Pipeline
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import RunState, StageState
 from mlpipe.submit import measuring
+from mlpipe.submit.standby import Standby
 
 pytestmark = pytest.mark.unit
 TEXT = """
@@ -133,13 +133,13 @@ def test_a_measurement_that_fails_leaves_the_catalogue(says, script):
 
 def test_a_run_measures_beside_what_its_training_waits_for(says):
     says(LINES)
-    with measuring.beside(pipeline(), run("pending"), stage_hardware, lambda text: None) as hardware:
+    with measuring.beside(pipeline(), run("pending"), stage_hardware, lambda text: None) as (hardware, _):
         assert hardware(pipeline(), "train").speed.passes_seconds
 
 
 def test_a_training_that_starts_at_once_waits_for_nothing(says):
     started = says(LINES)
-    with measuring.beside(pipeline(), run("done"), stage_hardware, lambda text: None) as hardware:
+    with measuring.beside(pipeline(), run("done"), stage_hardware, lambda text: None) as (hardware, _):
         assert not hardware(pipeline(), "train").speed.passes_seconds
     assert not started.exists()
 
@@ -147,7 +147,7 @@ def test_a_training_that_starts_at_once_waits_for_nothing(says):
 def test_a_training_does_not_wait_for_one_that_hangs_and_it_ends_with_the_run(says):
     started = says(f"{LINES.splitlines()[0]}\nexec sleep 1000")
     state = run("pending")
-    with measuring.beside(pipeline(), state, stage_hardware, lambda text: None) as hardware:
+    with measuring.beside(pipeline(), state, stage_hardware, lambda text: None) as (hardware, _):
         assert hardware(pipeline(), "train").speed.passes_seconds.keys() == {"bf16"}  # what it had said
     with measuring.beside(pipeline(), state, stage_hardware, lambda text: None):
         pass  # cancelled before the training's turn
@@ -204,7 +204,7 @@ def test_nothing_is_learnt_of_a_machine_that_others_used(tmp_path, monkeypatch):
 def test_one_process_measures_at_a_time_and_a_plan_waits_for_it(says, monkeypatch):
     started, state, said = says("exec sleep 1000"), run("pending"), list[str]()
     with measuring.beside(pipeline(), state, stage_hardware, said.append):
-        with measuring.beside(pipeline(), state, stage_hardware, said.append) as second:
+        with measuring.beside(pipeline(), state, stage_hardware, said.append) as (second, _):
             assert not second(pipeline(), "train").speed.passes_seconds
         monkeypatch.setattr(measuring, "_LONGEST_SECONDS", 0.2)
         measuring.measure_first(pipeline(), said.append)
@@ -221,7 +221,7 @@ def test_one_process_measures_at_a_time_and_a_plan_waits_for_it(says, monkeypatc
 def test_what_another_has_learnt_meanwhile_stays(says):
     says(LINES)
     learnt = KNOWN.learn(Learnt("r", "train", "bf16", 2, 1.5))
-    with measuring.beside(pipeline(), run("pending"), stage_hardware, lambda text: None) as hardware:
+    with measuring.beside(pipeline(), run("pending"), stage_hardware, lambda text: None) as (hardware, _):
         machine.save(learnt)
         hardware(pipeline(), "train")
     assert machine.read() == learnt
@@ -248,16 +248,12 @@ def test_what_cannot_be_kept_is_not_measured(says):
 def test_ctrl_c_ends_what_measures(says, monkeypatch):
     started = says("exec sleep 1000")
 
-    wait = subprocess.Popen.wait
-
-    def interrupted(self: Any, timeout: float | None = None) -> int:
-        if timeout is None:
-            return wait(self)
+    def interrupted(self: Standby, seconds: float = 0.0) -> bool:
         while not (started.exists() and started.read_text()):
             pass
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(Standby, "has_measured", interrupted)
     with pytest.raises(KeyboardInterrupt):
         measuring.measure_first(pipeline(), lambda text: None)
     assert not Path("/proc", started.read_text().strip()).exists()

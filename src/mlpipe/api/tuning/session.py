@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from mlpipe.store.runs import RunState, update_run
 from mlpipe.submit import planning
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.held_lease import HeldLease
+from mlpipe.submit.standby import Standbys
 from mlpipe.submit.submission import Console
 
 SCHEMA_VERSION = 1
@@ -86,12 +87,15 @@ class Tuning:
             store, run_id = self.store, f"{self.pipeline.spec.name[:40]}-tune-{key[:8]}"
             if store is None:
                 store, run_id = open_store(str(folder)), RUN_ID
-            trials = Trials(
-                short, self.stage, store, os.getcwd(), deadline, self.console.note, self.backend, run_id
-            )
-            trials.prepare(self.console)
-            with HeldLease(store, run_id) if self.store is not None else nullcontext():
-                result = self._search(trials, key)
+            held = HeldLease(store, run_id) if self.store is not None else nullcontext()
+            with closing(Standbys(starts=True)) as standbys:
+                trials = Trials(
+                    short, self.stage, store, os.getcwd(), deadline, self.console.note, self.backend, run_id,
+                    standbys,
+                )  # fmt: skip
+                trials.prepare(self.console)
+                with held:
+                    result = self._search(trials, key)
             if self.store is not None and result.is_complete:
                 update_run(store, run_id, _ended)  # nobody is to drive it
             tuned = self._file(key, result)

@@ -30,6 +30,8 @@ from mlpipe.submit.backend import Backend
 from mlpipe.submit.driver import CLEAR_SECONDS, DriveOptions, drive
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease
+from mlpipe.submit.process_executor import ProcessExecutor
+from mlpipe.submit.standby import Standbys
 from mlpipe.submit.submission import Console, Submission
 
 RUN_ID = "tune"
@@ -82,6 +84,7 @@ class Trials:
     note: Callable[[str], None]
     backend: Backend
     run_id: str = RUN_ID
+    standbys: Standbys | None = None  # of which trials on this machine begin
 
     @property
     def _driver(self) -> str:
@@ -158,6 +161,8 @@ class Trials:
         backend = type(self.backend).of_driver(run, self.pipeline.spec)
         executor = backend.executor(self.store, run, self._driver)
         executor.check(plan)
+        if isinstance(executor, ProcessExecutor):
+            executor.standbys = self.standbys
         scratch = planning.scratch_folder(self.store.url, f"{self.run_id}-{plan.attempt}")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
