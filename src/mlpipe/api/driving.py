@@ -78,6 +78,10 @@ def report_of(terminal: Terminal, store: Store, run: RunState) -> str | None:
         return None
     try:
         view = view_run(store, run.run_id)
+        if any(stage.profiles for stage in view.stages):
+            from mlpipe.api.profiling import with_gains
+
+            view = with_gains(store, view)
         report = write_report(store, view)
         backend = backends.of_run(run)
         if knows_machine() and not (backend.outlives_driver or backend.trains_elsewhere):

@@ -10,6 +10,9 @@ from mlpipe._core.pipelines import SCHEDULES, stages_per_rank
 from mlpipe.api.pipeline import LoadedPipeline
 from mlpipe.api.tuning.changes import is_allowed, possible_changes
 from mlpipe.api.tuning.decide import LEAST_GAIN_RATIO, Change
+from mlpipe.observe.profiles.findings import own_seconds
+from mlpipe.observe.profiles.stored import StoredProfile
+from mlpipe.observe.runview import RunView
 from mlpipe.plan.candidates import priced
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Plan, TrainPlan
@@ -34,6 +37,31 @@ class Expected:
     kinds: tuple[str, ...]
     sets: tuple[str, ...] = ()
     gain: float = 0.0
+
+
+def with_gains(store: Store, view: RunView) -> RunView:
+    """With what the planner expects, on each of its profiles: what the page says."""
+    for stage in view.stages:
+        stage.profiles = [
+            replace(one, expected=words_of(expected_gains(store, view.run, one.attempt_key), one))
+            for one in stage.profiles
+        ]
+    return view
+
+
+def words_of(expected: Mapping[str, Expected], stored: StoredProfile) -> dict[str, str]:
+    """By cause."""
+    seconds = max(map(own_seconds, stored.ranks))
+    return {cause: _words(one, seconds) for cause, one in expected.items()}
+
+
+def _words(expected: Expected, seconds: float) -> str:
+    """`seconds`: of a step."""
+    if not expected.sets:
+        kinds = " or ".join(kind.replace("_", "-") for kind in expected.kinds)
+        return f"the planner expects no other {kinds} to be worth a try"
+    saved = f"{1000 * seconds * expected.gain:.1f} ms, {100 * expected.gain:.1f} % of a step"
+    return f"the planner expects to save {saved}, by --set {' --set '.join(expected.sets)}"
 
 
 def expected_gains(store: Store, run: RunState, attempt_key: str) -> dict[str, Expected]:

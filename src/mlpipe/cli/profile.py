@@ -13,7 +13,6 @@ from mlpipe.cli.session import CliSession, shared
 
 if TYPE_CHECKING:
     from mlpipe._core.records import Record
-    from mlpipe.api.profiling import Expected
     from mlpipe.observe.profiles.stored import StoredProfile
     from mlpipe.store.base import Store
     from mlpipe.store.profiles import Profile, ProfileRequest
@@ -206,8 +205,8 @@ def _is_lost(profile: Profile, records: Sequence[Record]) -> bool:
 
 def _say(session: CliSession, store: Store, run: RunState, stored: StoredProfile, out: Path | None) -> None:
     from mlpipe._core.serial import to_plain
-    from mlpipe.api.profiling import expected_gains
-    from mlpipe.observe.profiles.findings import findings, own_seconds
+    from mlpipe.api.profiling import expected_gains, words_of
+    from mlpipe.observe.profiles.findings import findings
     from mlpipe.observe.profiles.text import profile_text
 
     traces = [f"{store.url}/{key}" for key in stored.trace_keys()]
@@ -219,7 +218,6 @@ def _say(session: CliSession, store: Store, run: RunState, stored: StoredProfile
             path.write_bytes(store.get(key))
             traces.append(str(path))
     expected = expected_gains(store, run, stored.attempt_key)
-    seconds = max(map(own_seconds, stored.ranks))
     document = {
         "profile": to_plain(stored.profile),
         "findings": [
@@ -228,15 +226,5 @@ def _say(session: CliSession, store: Store, run: RunState, stored: StoredProfile
         "ranks": [to_plain(one) for one in stored.ranks],
         "traces": traces,
     }
-    words = {cause: _expected_words(one, seconds) for cause, one in expected.items()}
-    lines = [profile_text(stored.ranks, words), "", "Traces, for ui.perfetto.dev:"]
+    lines = [profile_text(stored.ranks, words_of(expected, stored)), "", "Traces, for ui.perfetto.dev:"]
     session.result(document, "\n".join([*lines, *(f"  {one}" for one in traces)]))
-
-
-def _expected_words(expected: Expected, seconds: float) -> str:
-    """`seconds`: of a step."""
-    if not expected.sets:
-        kinds = " or ".join(kind.replace("_", "-") for kind in expected.kinds)
-        return f"the planner expects no other {kinds} to be worth a try"
-    saved = f"{1000 * seconds * expected.gain:.1f} ms, {100 * expected.gain:.1f} % of a step"
-    return f"the planner expects to save {saved}, by --set {' --set '.join(expected.sets)}"

@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 
-from mlpipe.api.profiling import Expected, expected_gains
+from mlpipe._core.serial import to_json
+from mlpipe.api.profiling import Expected, expected_gains, with_gains
+from mlpipe.observe.profiles.measure import RankProfile
+from mlpipe.observe.report import page_of, render_html
+from mlpipe.observe.runview import view_run
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.training import compare
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import runs
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
+from mlpipe.store.profiles import Profile, summary_key, write_profile
 from mlpipe.store.runs import StageState
 
 pytestmark = pytest.mark.unit
@@ -77,3 +82,23 @@ def test_what_the_planner_does_not_know_has_no_price(tmp_path: Any) -> None:
     )
     other = open_store(str(tmp_path / "other"))
     assert of_run(other, "stages: []", "{}") == {}, "a run that is none"
+
+
+def test_the_page_of_a_run_says_what_the_planner_expects(tmp_path: Any) -> None:
+    found = gains(str(tmp_path), strategy="fsdp")["collectives"]
+    store, key = open_store(str(tmp_path)), "runs/r/stages/train/attempt-1"
+    asked = Profile("p", first_step=4, steps=2, ranks=(0,), memory=False, time=1.0)
+    write_profile(store, key, asked)
+    waits = {"collectives": 0.3}
+    rank = RankProfile(
+        0, "cpu", 4, 2, seconds=1.0, busy=0.4, idle={**waits, "python": 0.3}, parts={}, classes={}, layers={},
+        operators=(), communication=0.5, hidden_communication=0.2, tiny_count=0.0, tiny_seconds=0.0, syncs=(),
+        copies=(),
+    )  # fmt: skip
+    store.put(summary_key(key, 4, 0), to_json(rank).encode())
+    html = render_html(page_of(with_gains(store, view_run(store, "r"))))
+    saved = f"{1000 * 0.7 * found.gain:.1f} ms, {100 * found.gain:.1f} % of a step"
+    row = f"<td>the planner expects to save {saved}, by --set {found.sets[0]}</td>"
+    assert "By the planner" in html
+    assert row in html
+    assert "By the planner" not in render_html(page_of(view_run(store, "r"))), "nobody has asked it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlpipe._core.serial import from_json
@@ -14,11 +15,13 @@ from mlpipe.store.profiles import Profile
 
 @dataclass(frozen=True)
 class StoredProfile:
-    """`ranks`: those whose summary is there."""
+    """`ranks`: those whose summary is there. `expected`: by cause of a finding, what the planner says of its
+    remedy, if it was asked."""
 
     attempt_key: str
     profile: Profile
     ranks: tuple[RankProfile, ...]
+    expected: Mapping[str, str] | None = None
 
     def trace_keys(self) -> list[str]:
         """In the order of `ranks`."""
