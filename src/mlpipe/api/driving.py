@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import Interrupt, MlpipeError
+from mlpipe.api.signals import heard
 from mlpipe.api.watch import Lines, Terminal, Watcher
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
     from mlpipe.store.runs import RunState
     from mlpipe.submit.driver import DriveOptions
-    from mlpipe.submit.executor import StopRequest
 
 
 @dataclass(frozen=True)
@@ -92,27 +89,3 @@ def report_of(terminal: Terminal, store: Store, run: RunState) -> str | None:
     except (MlpipeError, OSError) as error:
         terminal.note(f"no report: {error}")
         return None
-
-
-@contextmanager
-def heard(signals: Sequence[signal.Signals], stop: StopRequest) -> Iterator[None]:
-    """Within, one of `signals` asks `stop` once; a second one interrupts."""
-
-    def handle(number: int, _: FrameType | None) -> None:
-        if stop.kind is not None:
-            raise Interrupt
-        name = signal.Signals(number).name
-        stop.request("interrupted" if number == signal.SIGINT else "cancelled", f"stopped by {name}")
-        again = "Ctrl-C again" if number == signal.SIGINT else f"{name} again"
-        # not print: the signal may have come in the middle of one
-        os.write(2, f"\nstopping: saving at the next step ({again}: at once)\n".encode())
-
-    former = {}
-    for number in signals:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means what it says
-            former[number] = signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, action in former.items():
-            signal.signal(number, action)

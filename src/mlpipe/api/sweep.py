@@ -136,7 +136,7 @@ def _drive(store: Store, sweep_id: str, lines: Lines) -> None:
     """In this process. Raises KeyboardInterrupt after Ctrl-C."""
     import signal
 
-    from mlpipe.api.driving import heard
+    from mlpipe.api.signals import heard
     from mlpipe.observe.sweep_report import write_report
     from mlpipe.submit.executor import StopRequest
     from mlpipe.submit.sweeps.controller import drive_sweep

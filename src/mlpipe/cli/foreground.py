@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe.api import driving
+from mlpipe.api.signals import heard
 from mlpipe.api.watch import Watcher
 from mlpipe.cli import outcome
 from mlpipe.cli.session import CliSession
@@ -68,7 +69,7 @@ def drive_for_backend(session: CliSession, store: Store, run_id: str, options: D
 
 def signals(stop: StopRequest) -> AbstractContextManager[None]:
     """Within, a signal asks `stop` once; a second one interrupts."""
-    return driving.heard(_STOPPING, stop)
+    return heard(_STOPPING, stop)
 
 
 def _watcher(session: CliSession, store: Store, run_id: str) -> Watcher:

@@ -23,7 +23,6 @@ from mlpipe.cli.session import CliSession, ignore_not_found, shared
 def command(session: CliSession, run_id: str, out: Path | None, ignore_not_found: bool) -> None:
     """Write one self-contained HTML page about a run (or, to a .md file, a summary in Markdown; to a
     .xml file, its stages as a JUnit report)."""
-    from mlpipe.api.profiling import with_gains
     from mlpipe.observe.junit import build_junit
     from mlpipe.observe.report import build_markdown, write_report
     from mlpipe.observe.runview import view_run
@@ -48,7 +47,11 @@ def command(session: CliSession, run_id: str, out: Path | None, ignore_not_found
         view = view_run(store, run_id) if session.json else None
     else:
         view = view_run(store, run_id)
-        where = write_report(store, with_gains(store, view), out)
+        if any(stage.profiles for stage in view.stages):
+            from mlpipe.api.profiling import with_gains
+
+            view = with_gains(store, view)
+        where = write_report(store, view, out)
     document: dict[str, Any] = {"report": where}
     if session.json and view is not None:
         document["goodput"] = view.goodput()

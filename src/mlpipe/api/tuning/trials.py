@@ -17,8 +17,8 @@ from typing import Any
 
 from mlpipe._core.errors import MlpipeError, PlanError, SubmitError
 from mlpipe._core.records import Step
-from mlpipe.api.driving import heard
 from mlpipe.api.pipeline import LoadedPipeline
+from mlpipe.api.signals import heard
 from mlpipe.api.tuning.decide import Config, TimeOverError, sets_of
 from mlpipe.observe.records import list_attempts, read_records
 from mlpipe.plan.plan import Plan, TrainPlan
