@@ -20,7 +20,7 @@ from mlpipe.train.parallel import shared_memory
 from mlpipe.train.room import FOLDER
 
 pytestmark = pytest.mark.torch
-STEPS = 10
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
     free, dense = packed(data, "balanced"), packed(data, "best_fit")
     resident: dict[str, Any] = {"communication": "resident", "reshard_after_forward": False}
     on_demand: dict[str, Any] = {"communication": "on_demand", "deterministic": False}
-    validate = {"validate": ValidatePlan(every_steps=5, max_tokens=500, metrics=())}
+    validate = {"validate": ValidatePlan(every_steps=STEPS // 2, max_tokens=500, metrics=())}
     ways: dict[str, tuple[Strategy, DataPlan, dict[str, Any]]] = {
         "padded": ("fsdp", data, validate),
         "packed": ("fsdp", dense, {}),
