@@ -268,16 +268,19 @@ class Cluster:
         return node
 
     @contextlib.contextmanager
-    def fake_nodes(self, number: int) -> Iterator[None]:
-        """Once, for a while (see `Addons.kwok`)."""
-        process = self._addons.kwok(number, lease_seconds=8)  # the control plane waits 10 s for a node
-        self.addons.append(process)
-        try:
-            yield
-        finally:
-            self.addons.remove(process)
-            process.stop()
-            self.kubectl("delete", "node", "-l", "type=kwok")
+    def fake_nodes(self, labels: Sequence[Mapping[str, str]]) -> Iterator[None]:
+        """One for each of these labels, once, for a while (see `Addons.kwok`)."""
+        with self.control.patient():
+            process = self._addons.kwok(labels)
+            self.addons.append(process)
+            try:
+                yield
+            finally:
+                self.addons.remove(process)
+                process.stop()
+                options = {"apiVersion": "v1", "kind": "DeleteOptions"}
+                nodes = [(f"/api/v1/nodes/fake-{number}", options) for number in range(len(labels))]
+                self.control.send("DELETE", nodes)
 
     def add_trainer(self) -> None:
         """Starts Kubeflow Trainer, ready when it returns. Raises ServerMissingError if it was not built."""
@@ -316,7 +319,7 @@ class Cluster:
         if kueue:
             self.addons.append(addons.kueue())
         if fake_nodes:
-            self.addons.append(addons.kwok(fake_nodes))
+            self.addons.append(addons.kwok([{}] * fake_nodes))
         self.wait_until_node(0, ready=True)
         for _ in range(1, nodes):
             self.add_node()
@@ -393,8 +396,8 @@ def cluster(
     if minio:
         servers.binary("minio")
     sweep()
-    # a lost node is noticed soon, yet nodes do not flap, which fake ones need more for
-    running = Cluster(folder.resolve(), 40 if fake_nodes else 10)
+    # a lost node is noticed soon, yet nodes do not flap; fake ones never say that they live
+    running = Cluster(folder.resolve(), 86400 if fake_nodes else 10)
     try:
         running.start(nodes=nodes, jobset=jobset, kueue=kueue, minio=minio, fake_nodes=fake_nodes)
         yield running

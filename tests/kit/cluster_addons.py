@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _KUEUE_FRAMEWORKS = ("batch/job", "jobset.x-k8s.io/jobset")
 _KUEUE_HOOKS = ("job", "jobset", "clusterqueue", "cohort", "resourceflavor", "workload")
 # kinds that differ between the versions of its API: a webhook converts them, says its crd/kustomization.yaml
 _KUEUE_CONVERTS = ("clusterqueues", "cohorts", "localqueues", "multikueueclusters", "workloads")
-_STAGES = ("node/fast", "node/heartbeat-with-lease", "pod/fast")
+_STAGES = ("node/fast", "pod/fast")  # kwok looks at no node, nor at its pods, without a stage of nodes
 
 
 class Addons:
@@ -105,10 +106,11 @@ class Addons:
         self._create(self._webhooks(source, "trainer", 9445))
         return process
 
-    def kwok(self, num_nodes: int, lease_seconds: int = 40) -> Process:
-        """Fake nodes fake-0, fake-1, ... tainted kwok.x-k8s.io/node=fake:NoSchedule, whose pods run and end
-        at once. Good for counting; its delays are far too late to measure anything with. `lease_seconds`:
-        what a node says that it lives for, four times in that."""
+    def kwok(self, labels: Sequence[Mapping[str, str]]) -> Process:
+        """Fake nodes fake-0, fake-1, ... with 8 GPUs, these labels and the taint
+        kwok.x-k8s.io/node=fake:NoSchedule, whose pods run and end at once. Good for counting; its delays are
+        far too late to measure anything with. They are Ready from the start and never say so again: the
+        control plane is to be patient."""
         folder = self._new_folder("kwok")
         stages = manifests("kwok") / "kustomize/stage"
         found = [path for name in _STAGES for path in sorted((stages / name).glob("*.yaml"))]
@@ -120,24 +122,19 @@ class Addons:
                 f"--kubeconfig={self._control.kubeconfig}",
                 f"--config={folder / 'stages.yaml'}",
                 "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
-                f"--node-lease-duration-seconds={lease_seconds}",
+                "--node-lease-duration-seconds=0",
                 "--cidr=10.128.0.0/16",
             ],
             {},
         )
-        self._create([_fake_node(index) for index in range(num_nodes)])
+        self._control.send("POST", [("/api/v1/nodes", _fake_node(*one)) for one in enumerate(labels)])
 
         def ready() -> bool:
+            """The API server taints what is new until a controller has seen that it is Ready."""
             nodes = json.loads(self._control.get("/api/v1/nodes?labelSelector=type=kwok")[1])["items"]
-            return num_nodes == sum(
-                any(
-                    c["type"] == "Ready" and c["status"] == "True"
-                    for c in node["status"].get("conditions", [])
-                )
-                for node in nodes
-            )
+            return len(labels) == sum(len(node["spec"]["taints"]) == 1 for node in nodes)
 
-        wait_until(f"{num_nodes} fake nodes Ready", ready, _READY_SECONDS + num_nodes, [process])
+        wait_until(f"{len(labels)} fake nodes Ready", ready, _READY_SECONDS + len(labels), [process])
         return process
 
     def _new_folder(self, name: str) -> Path:
@@ -222,19 +219,20 @@ def _json(folder: Path, config: Mapping[str, Any]) -> Path:
     return path
 
 
-def _fake_node(index: int) -> dict[str, Any]:
+def _fake_node(index: int, labels: Mapping[str, str]) -> dict[str, Any]:
     resources = {
         "cpu": "64", "memory": "512Gi", "ephemeral-storage": "4Ti", "pods": "256", "nvidia.com/gpu": "8",
     }  # fmt: skip
-    name = f"fake-{index}"
+    name, now = f"fake-{index}", datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": now, "lastTransitionTime": now}
     return {
         "apiVersion": "v1",
         "kind": "Node",
         "metadata": {
             "name": name,
             "annotations": {"kwok.x-k8s.io/node": "fake"},
-            "labels": {"type": "kwok", "kubernetes.io/hostname": name},
+            "labels": {"type": "kwok", "kubernetes.io/hostname": name, **labels},
         },
         "spec": {"taints": [{"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}]},
-        "status": {"allocatable": resources, "capacity": resources},
+        "status": {"allocatable": resources, "capacity": resources, "conditions": [ready]},
     }
