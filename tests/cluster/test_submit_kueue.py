@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kit.cluster_objects import named
+from kit.place import add_queue
 from kit.rendered import pipeline_of
 
 from mlpipe._core.records import Start
@@ -27,17 +28,6 @@ QUOTA = {"cpu": "600m", "memory": "6Gi", "ephemeral-storage": "100Gi"}  # of one
 RACK, BLOCK = "mlpipe.test/rack", "mlpipe.test/block"
 POOL = "mlpipe.test/pool"
 INDEX = "batch.kubernetes.io/job-completion-index"
-
-
-def add_queue(place, name, **flavor):
-    """The chart's, with two priorities, in the newest version of Kueue's API that is served here."""
-    served = place.cluster.get("/apis/kueue.x-k8s.io")
-    assert served["preferredVersion"]["version"] == "v1beta2"
-    known = [f"--api-versions={one['groupVersion']}/ClusterQueue" for one in served["versions"]]
-    priorities = {"low": 1, "high": 1000, "mlpipe-low": None, "mlpipe-high": None}
-    values = {"enabled": True, "name": name, "priorities": priorities, "flavors": [{"name": name, **flavor}]}
-    place.chart("kueue", "--set-json", f"kueue={json.dumps(values)}", *known)
-    return name
 
 
 @pytest.fixture

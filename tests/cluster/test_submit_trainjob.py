@@ -1,12 +1,14 @@
-"""Gangs as TrainJobs: Kubeflow Trainer's own controller makes JobSets of them and the shipped runtime."""
+"""Gangs as TrainJobs, in a queue of Kueue: Kubeflow Trainer's own controller makes JobSets of them and the
+shipped runtime, once Kueue has admitted them."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
 import pytest
-from kit.place import ROOT
+from kit.place import ROOT, add_queue
 from kit.servers import ServerMissingError
 from kit.undisturbed import check_processes, ranks, workers_of
 
@@ -15,7 +17,8 @@ from mlpipe.observe.records import read_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 RUN = "trainjob"
-FORM = {"form": "trainjob", "trainjob": {"runtime": "mlpipe", "overrides": "podTemplateOverrides"}}
+FORM = {"form": "trainjob", "trainjob": {"runtime": "mlpipe"}}
+QUOTA = {"cpu": "600m", "memory": "6Gi", "ephemeral-storage": "100Gi"}  # of one gang
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,7 +39,10 @@ def left(place):
 def test_what_trainer_would_not_take_is_refused_before_anything_runs(place, hold):
     for runtime, words in (
         ({**FORM["trainjob"], "runtime": "none"}, "must be created before the TrainJob"),
-        ({"runtime": "mlpipe"}, 'unknown field "spec.runtimePatches"'),
+        (
+            {**FORM["trainjob"], "overrides": "podTemplateOverrides"},
+            'unknown field "spec.podTemplateOverrides"',
+        ),
     ):
         spec = place.spec("refused", model=hold.model, kubernetes={**FORM, "trainjob": runtime})
         assert words in place.submit(spec, "refused", code=2)
@@ -44,8 +50,13 @@ def test_what_trainer_would_not_take_is_refused_before_anything_runs(place, hold
 
 def test_a_trainjob_trains_restarts_and_is_cancelled_as_a_jobset_is(place, hold, undisturbed):
     """Rank processes are those of one machine; a rank is killed, the run cancelled and resumed, and losses
-    and weights are those of a run that nothing befell."""
-    spec = place.spec(RUN, model=hold.model, kubernetes=FORM)
+    and weights are those of a run that nothing befell. Its queue is held at first."""
+    queue = add_queue(place, "trainjobs", quota=QUOTA)
+    spec = place.spec(RUN, model=hold.model, kubernetes={**FORM, "queue": queue})
+
+    def hold_queue(how):
+        body = json.dumps({"spec": {"stopPolicy": how}})
+        place.cluster.kubectl("patch", "clusterqueue", queue, "--type=merge", "-p", body)
 
     def restarted():
         with place.cluster.inside():
@@ -55,8 +66,11 @@ def test_a_trainjob_trains_restarts_and_is_cancelled_as_a_jobset_is(place, hold,
     def message():
         return place.json("status", RUN)["stages"]["train"]["message"]
 
+    hold_queue("Hold")
     with hold:
         place.submit(spec, RUN)
+        place.until("its reason to wait", lambda: "have the queue repaired" in message(), 120)
+        hold_queue("None")
         check_processes(undisturbed.workers, workers_of(RUN, 2))
         place.until_step(RUN, 2)
         (jobset,) = place.objects("jobsets", RUN)

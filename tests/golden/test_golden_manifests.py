@@ -64,7 +64,7 @@ GROUPS = (
 CASES = {
     "jobset": ("quickstart", "train", QUICKSTART),
     "indexed-job": ("quickstart", "train", (*QUICKSTART, "kubernetes.form=indexed-job")),
-    "trainjob": ("quickstart", "train", (*TRAINJOB, "train.timeout=3 d")),
+    "trainjob": ("quickstart", "train", (*TRAINJOB, "train.timeout=3 d", "kubernetes.queue=team-a")),
     "trainjob-2.1": (
         "quickstart",
         "train",

@@ -286,6 +286,9 @@ class Cluster:
         """Starts Kubeflow Trainer, ready when it returns. Raises ServerMissingError if it was not built."""
         cluster_build.binary("trainer")
         self.addons.append(self._addons.trainer())
+        for process in self.addons:
+            if process.name == "kueue":
+                self._addons.restart_kueue(process)
 
     def wait_until_node(self, index: int, *, ready: bool, seconds: float = _READY_SECONDS) -> None:
         """Until the control plane calls it Ready, or not any more."""

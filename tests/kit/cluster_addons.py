@@ -19,8 +19,8 @@ from kit.cluster_process import Namespaces, Process, wait_until
 Kubectl = Callable[[list[str], str | None], str]  # arguments, standard input -> output
 _READY_SECONDS = 60
 _JOBSET_PODS = {"matchExpressions": [{"key": "jobset.sigs.k8s.io/jobset-name", "operator": "Exists"}]}
-_KUEUE_FRAMEWORKS = ("batch/job", "jobset.x-k8s.io/jobset")
-_KUEUE_HOOKS = ("job", "jobset", "clusterqueue", "cohort", "resourceflavor", "workload")
+_KUEUE_FRAMEWORKS = ("batch/job", "jobset.x-k8s.io/jobset", "trainer.kubeflow.org/trainjob")
+_KUEUE_HOOKS = ("job", "jobset", "trainjob", "clusterqueue", "cohort", "resourceflavor", "workload")
 # kinds that differ between the versions of its API: a webhook converts them, says its crd/kustomization.yaml
 _KUEUE_CONVERTS = ("clusterqueues", "cohorts", "localqueues", "multikueueclusters", "workloads")
 _STAGES = ("node/fast", "pod/fast")  # kwok looks at no node, nor at its pods, without a stage of nodes
@@ -57,7 +57,8 @@ class Addons:
         return process
 
     def kueue(self) -> Process:
-        """For Jobs and JobSets with the queue label; needs JobSet."""
+        """For Jobs, JobSets and TrainJobs with the queue label; needs JobSet. Where it was there before
+        Trainer it looks for that now and then: `restart_kueue`."""
         folder = self._new_folder("kueue")
         source = manifests("kueue") / "config/components"
         conversion = {"conversionReviewVersions": ["v1"], "clientConfig": self._client(9444, "/convert")}
@@ -85,6 +86,12 @@ class Addons:
             one["webhooks"] = [hook for hook in one["webhooks"] if hook["name"][1:-6] in _KUEUE_HOOKS]
         self._create(hooks)
         return process
+
+    def restart_kueue(self, process: Process) -> None:
+        """Ready when it returns."""
+        process.stop()
+        process.start()
+        self._wait_until_answers(process, "http://127.0.0.1:8082/readyz")
 
     def trainer(self) -> Process:
         """Makes JobSets of TrainJobs; needs JobSet."""

@@ -69,7 +69,7 @@ PROGRAMS = {
     ),
     "trainer": Program(
         "github.com/kubeflow/trainer/v2",
-        "v2.1.0",
+        "v2.2.0",  # that of Kueue's go.mod, and the first whose TrainJobs a Kueue can change
         package="cmd/trainer-controller-manager",
         manifests=("manifests/base/crds", "manifests/base/webhook"),
     ),

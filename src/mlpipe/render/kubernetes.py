@@ -298,7 +298,10 @@ def _trainjob(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], 
         [{"kind": "PodTemplate", "spec": {"template": template}}], cluster.patches, plan.stage, "worker"
     )
     head = _head("trainer.kubeflow.org/v1alpha1", "TrainJob", name, cluster, own)
-    return {**head, "spec": trainjob_spec(plan, cluster, own, holder["spec"]["template"])}
+    return {
+        **head,
+        "spec": _queued(head, cluster) | trainjob_spec(plan, cluster, own, holder["spec"]["template"]),
+    }
 
 
 def _coordinator_job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], config: str) -> Json:

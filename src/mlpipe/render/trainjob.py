@@ -73,6 +73,17 @@ def trainjob_spec(plan: Plan, cluster: ClusterPlan, labels: Mapping[str, str], t
     return spec | {"runtimePatches": [patch]}
 
 
+def pod_of(spec: Json) -> Json:
+    """Spec of its pods, as far as a TrainJob says it: where they may stand, and what each asks for."""
+    if "runtimePatches" in spec:
+        (patch,) = spec["runtimePatches"]
+        (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        pod = job["template"]["spec"]["template"]["spec"]
+    else:
+        pod = spec["podTemplateOverrides"][0]["spec"]
+    return {**pod, "containers": [{"resources": spec["trainer"]["resourcesPerNode"]}]}
+
+
 def _refuse_rest(where: str, pod: Json, container: Json) -> None:
     """What nobody would carry, and nobody would miss before the pods do."""
     rest = sorted(pod.keys() - _RUNTIMES_OWN - {*_CARRIED, "containers"})

@@ -155,7 +155,6 @@ def _choices(section: Node) -> Iterator[Problem]:
 
 # What a TrainJob cannot say, and what its runtime says instead.
 _RUNTIMES = {
-    "queue": "its label is Kueue's to read on a TrainJob, which was not tried: use another form",
     "volcano_queue": "podGroupPolicy of the runtime gives its gangs to Volcano",
     "prepull": "only the runtime knows on which nodes its pods stand: have the platform fetch the image",
     "image_pull_policy": "write imagePullPolicy into the runtime's container",
@@ -183,6 +182,10 @@ def _trainjob(section: Node) -> Iterator[Problem]:
         node, default = get(section, key), Kubernetes.model_fields[key].default
         if node is not None and node.plain() not in (None, list(default) if default == () else default):
             yield problem_of_key(node, f"a TrainJob cannot say {key!r}: that is its runtime's", hint)
+    queue, overrides = get(section, "queue"), get(section, "trainjob", "overrides")
+    if queue is not None and queue.value is not None and text_of(overrides) == "podTemplateOverrides":
+        words = "Kueue changes a TrainJob by its runtimePatches, which Trainer 2.1 does not have"
+        yield problem_of_key(queue, words, "remove it, or use Trainer 2.2 without 'overrides'")
 
 
 def _spares(root: Node, section: Node) -> Iterator[Problem]:

@@ -30,6 +30,7 @@ BEYOND_THE_SCHEMA = {
     "duplicates.yaml": "two stages of one name, a duplicate key",
     "float-for-int.yaml": "to JSON Schema 10.0 is an integer",
     "secret.yaml": "a variable that looks like a secret",
+    "trainjob-queue.yaml": "a queue beside a field of older TrainJobs",
     "torchrun-env.yaml": "a variable that torchrun sets",
     "placeholder.yaml": "a placeholder to a stage that is not needed",
     "batch.yaml": "batch_tokens is not a multiple of seq_len",

@@ -7,7 +7,9 @@ from kit.command_runs import until
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
 from mlpipe.render.kubernetes import stage_objects
+from mlpipe.render.names import QUEUE
 from mlpipe.store.folder import FolderStore
+from mlpipe.submit.kubernetes import availability
 from mlpipe.submit.kubernetes.api import ApiError
 from mlpipe.submit.kubernetes.gang import Gang
 from mlpipe.submit.kubernetes.objects import clear, server_dry_run
@@ -75,6 +77,31 @@ def test_why_it_has_no_pods(server, api):
     said = "TrainJob resources reconciliation failed: clusterTrainingRuntime not found"
     event(server, "TrainJob", NAME, "TrainJobResourcesCreationFailed", said)
     assert why_pending(api, LABELS).startswith(f"TrainJob {NAME} lacks pods: {said}")
+
+
+def test_in_a_queue_it_waits_as_a_jobset_does(server, api):
+    """Admitted by Kueue, which has it created suspended; what it would take is known before."""
+    plan = plan_of(pipeline_of("quickstart", *QUICKSTART, *FORM, "kubernetes.queue=team-a"), "train")
+    trainjob = stage_objects(plan)[-1]
+    assert (trainjob["spec"]["suspend"], trainjob["metadata"]["labels"][QUEUE]) == (True, "team-a")
+    made = server.put("trainjobs", {**trainjob, "status": {}})
+    workload = {"name": "w", "labels": {"kueue.x-k8s.io/job-uid": made["metadata"]["uid"]}}
+    condition = {"type": "QuotaReserved", "status": "False", "message": "LocalQueue team-a doesn't exist"}
+    server.put("workloads", {"metadata": workload, "status": {"conditions": [condition]}})
+    told = f"TrainJob {NAME} is suspended: Kueue: LocalQueue team-a doesn't exist; "
+    assert why_pending(api, LABELS).startswith(told)
+    (pods,) = availability._pods([trainjob])
+    assert (pods.number, pods.queue, pods.requests["cpu"]) == (2, "team-a", 1.0)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_pods_that_trainer_would_make_are_counted(older):
+    field = "{runtime: mlpipe, overrides: podTemplateOverrides}" if older else "{runtime: mlpipe}"
+    more = (f"kubernetes.trainjob={field}", "kubernetes.node_selector={pool: a}")
+    trainjob = stage_objects(plan_of(pipeline_of("quickstart", *QUICKSTART, *FORM, *more), "train"))[-1]
+    (pods,) = availability._pods([trainjob])
+    assert (pods.number, pods.queue, pods.spec["nodeSelector"]) == (2, None, {"pool": "a"})
+    assert pods.requests["memory"] == 4 * 2**30
 
 
 def test_a_cluster_without_trainer_is_refused_before_anything_runs(server, api):

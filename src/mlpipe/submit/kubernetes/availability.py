@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlpipe.render.names import QUEUE
+from mlpipe.render.trainjob import pod_of
 from mlpipe.submit.kubernetes.api import ApiError, ClusterApi, Object
 from mlpipe.submit.submission import Availability
 
@@ -54,6 +55,8 @@ def _pods(bodies: Sequence[Object]) -> Iterator[Pods]:
             for job in body["spec"]["replicatedJobs"]:
                 pods = _of_job(job["template"]["spec"], queue)
                 yield Pods(pods.number * job.get("replicas", 1), pods.spec, queue)
+        elif body["kind"] == "TrainJob":
+            yield Pods(body["spec"]["trainer"]["numNodes"], pod_of(body["spec"]), queue)
 
 
 def _of_job(job: Object, queue: str | None) -> Pods:
