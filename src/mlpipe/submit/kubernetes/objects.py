@@ -16,6 +16,7 @@ from mlpipe.submit.kubernetes.api import (
     is_away,
     is_same,
 )
+from mlpipe.submit.kubernetes.availability import MULTIKUEUE
 from mlpipe.submit.kubernetes.pending import remedy
 
 GANGS = ("TrainJob", "JobSet", "Job")  # who makes another stands before it
@@ -88,7 +89,7 @@ def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
             if one["kind"] == "Pod" and not may_create_pods:
                 continue
             try:
-                api.create(one, dry_run=True)
+                _refuse_elsewhere(api.create(one, dry_run=True))
             except ApiError as error:
                 if error.status == 409 or "does not support dry run" in error.message:
                     continue
@@ -98,6 +99,19 @@ def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
                     error.where = f"stage {stage!r}" if is_of_stage else error.where
                     error.hint = remedy(error.message) or error.hint
                     raise
+
+
+def _refuse_elsewhere(made: Object) -> None:
+    """Kueue's webhook marks what a queue of MultiKueue's gets. To the cluster that runs it goes the Job,
+    JobSet or TrainJob alone (SyncJob of Kueue 0.17's pkg/controller/jobs). Raises SubmitError (input)."""
+    if made.get("spec", {}).get("managedBy") == MULTIKUEUE:
+        raise SubmitError(
+            f"the queue {made['metadata']['labels'].get(names.QUEUE)} is MultiKueue's, which sends a "
+            f"{made['kind']} to another cluster, and not the ConfigMap with its plan",
+            where=made["metadata"]["labels"].get(names.STAGE),
+            hint="take a queue of the cluster itself; mlpipe submit --to auto chooses among clusters",
+            kind="input",
+        )
 
 
 def made_of(gang: Object) -> list[Object]:
