@@ -210,14 +210,30 @@ def test_a_limit_a_dead_driver_preemption_and_a_lost_node_lose_nothing(person, h
         waiting = person.start("submit", str(spec), "--to", "slurm", "--run-id", "faults", "--wait")
         person.until_step("faults", saved + 1)  # the next driver found it, and let it start again
         assert (person.job("faults"), person.restarts(job)) == (job, 1)
-        # a job of a higher priority takes all nodes: Slurm signals the script as it does before the limit
+        # a command that has been queued again as often as it may, whose script Slurm does not signal
+        begun = person.folder / "begun"
+        argv = ["sh", "-c", f"echo x >> {begun}; exec sleep 1000"]
+        stage = {"name": "c", "command": argv, "resources": {"cpus": 1, "memory": "1 GiB"}}
+        document = {"version": 1, "name": "c", "slurm": {"max_requeues": 1}, "stages": [stage]}
+        command = person.folder / "command.yaml"
+        command.write_text(json.dumps(document))
+        person.submit(command, "patient")
+        until(begun.exists, "the command")
+        patient = person.job("patient")
+        cluster.run("scontrol", "requeue", patient)
+        until(lambda: begun.read_text().count("x") == 2, "its second start")
+        # a job of a higher priority takes all nodes: Slurm signals the script as it does before the limit,
+        # and of what has asked for no signal the processes
         urgent = ("--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
         other = cluster.run("sbatch", "--parsable", *urgent).strip()
         until(lambda: person.restarts(job) == 2, "the job to be preempted")
+        until(lambda: person.restarts(patient) == 2, "the command to be preempted")
         assert person.last_saved("faults") > saved
         saved = person.last_saved("faults")
         cluster.run("scancel", other)
         person.until_step("faults", saved + 1)
+        until(lambda: begun.read_text().count("x") == 3, "its third start")
+        assert person.json("cancel", "patient")["state"] == "cancelled"
         restarts = person.restarts(job)
         lost = cluster.nodes_of(job)[1]
         cluster.kill_node(lost)

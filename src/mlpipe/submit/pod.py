@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -85,7 +86,7 @@ def _follow(handle: ThreadedHandle, log: Path, stop: _StopSignal, shutdown_secon
                 position += sys.stdout.buffer.write(file.read())
                 sys.stdout.buffer.flush()
         if ended is not None:
-            return ended
+            return ended if terminated else _told_together(ended, stop)
         if stop.requested is not None and not terminated:
             handle.terminate()
             terminated = True
@@ -93,6 +94,18 @@ def _follow(handle: ThreadedHandle, log: Path, stop: _StopSignal, shutdown_secon
             handle.kill()
             killed = True
         time.sleep(_POLL_SECONDS)
+
+
+def _told_together(ended: Ended, stop: _StopSignal) -> Ended:
+    """As Slurm does: whoever signals every process of a job stops its command, which has not failed."""
+    if ended.state != "failed":
+        return ended
+    time.sleep(_POLL_SECONDS)  # the command may have heard it first
+    if stop.requested is None:
+        return ended
+    return replace(
+        ended, state="cancelled", message=f"stopped with all its processes: {ended.message}", kind=None
+    )
 
 
 def _exit_code(ended: Ended) -> int:
