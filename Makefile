@@ -140,6 +140,7 @@ bench: $(VENV)/.dev servers bench-tools  ## mlpipe beside its peers: loop, check
 	$(BIN)/python -m benchmarks.scrape
 	$(BIN)/python -m benchmarks.bubble
 	$(BIN)/python -m benchmarks.elastic
+	$(BIN)/python -m benchmarks.preflight
 	$(BIN)/python -m benchmarks.uneven
 	$(BIN)/python -m benchmarks.stragglers
 	$(BIN)/python -m benchmarks.startup
