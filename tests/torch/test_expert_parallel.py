@@ -120,7 +120,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     two = [
         plan("two", TWO, steps=STEPS),
         plan("full", TWO, activation_checkpointing="full", micro_batch=4, accumulation=2, offload="all"),
-        plan("low", TWO, precision="bf16"),
         plan("half", TWO, precision="fp16"),
         plan("compiled", TWO, compile="block", activation_checkpointing="full"),
         plan("lora", TWO, **lora),
@@ -208,7 +207,6 @@ def test_a_killed_rank_costs_nothing(trained: Any) -> None:
     assert trained["killed"].items() <= trained["two"].items()
 
 
-@pytest.mark.combines("ep", "precision *16")
-def test_bf16_and_fp16_are_near(trained: Any) -> None:
-    assert trained["low"]["loss"] == pytest.approx(trained["alone"]["loss"][:SHORT], rel=1e-2)
+@pytest.mark.combines("ep", "precision fp16")
+def test_fp16_is_near(trained: Any) -> None:
     assert trained["half"]["loss"] == pytest.approx(trained["alone"]["loss"][:SHORT], rel=2e-3)

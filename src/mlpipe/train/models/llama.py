@@ -26,6 +26,8 @@ class RMSNorm(nn.Module):
     """Normalises in fp32 and returns what the next matmul reads: under autocast its dtype, so that one
     cast serves all the projections behind it."""
 
+    computes_in_fp32 = True  # who casts weights leaves these
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))

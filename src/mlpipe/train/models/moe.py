@@ -41,6 +41,7 @@ class Router(nn.Module):
 
     e_score_correction_bias: Tensor
     updated_buffers = ("e_score_correction_bias",)
+    computes_in_fp32 = True
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()

@@ -32,8 +32,8 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Shards in place; parameters may still be on the meta device.
 
     Under bf16 or fp16 only the blocks' parameters travel in it and their gradients are reduced in fp32; the
-    rest (embedding, last norm, head) stays fp32 and computes under autocast, so that the residual stream
-    has the same dtype as under DDP. A user's blocks on a CPU are like the rest.
+    rest (embedding, head, all norms and routers) stays fp32 and computes under autocast, so that the residual
+    stream has the same dtype as under DDP. A user's blocks on a CPU are like the rest.
     """
     module = model.built.module
     _refuse_scalars(module)
@@ -50,11 +50,20 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     mesh, reshard = world.device_mesh(*axes), plan.reshard_after_forward
     whole = _shard_experts(module, world, of_blocks, reshard) if plan.mesh.ep > 1 else set()
     with _refusing_codes():
+        # The rest first: it takes along what of the blocks stays in fp32.
+        apart = (
+            [one for block in model.built.blocks for one in _exact_parts(block)] if of_blocks is low else []
+        )
+        kept = {parameter for part in apart for parameter in part.parameters(recurse=False)}
+        inside = {parameter for block in model.built.blocks for parameter in block.parameters()} - kept
+        fully_shard(
+            module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard, ignored_params=whole | inside
+        )
+        whole |= {parameter for part in apart for parameter in part.parameters(recurse=False)}
         for block in model.built.blocks:
             fully_shard(
                 block, mesh=mesh, mp_policy=of_blocks, reshard_after_forward=reshard, ignored_params=whole
             )
-        fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard, ignored_params=whole)
     model.waits.time_end_of_backward(module)
     time_collectives(module, model.waits)
     sync = _GradientSync(model, plan)
@@ -71,6 +80,11 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
 
         model.before_passes = before_passes
     model.after_evaluation = lambda: _forget_forwards(module)
+
+
+def _exact_parts(block: nn.Module) -> list[nn.Module]:
+    """Modules that compute in fp32 whatever the precision: to round their weights would undo that."""
+    return [module for module in block.modules() if getattr(module, "computes_in_fp32", False)]
 
 
 def _sums_over_copies(plan: TrainPlan) -> bool:
