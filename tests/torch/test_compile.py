@@ -9,12 +9,16 @@ import torch
 from kit import budget, plans
 
 from mlpipe._core.presets import MoeConfig
+from mlpipe.plan.plan import Mesh
 from mlpipe.train.loss import IGNORED
-from mlpipe.train.model import LossModule
+from mlpipe.train.model import BuiltModel, LossModule
 from mlpipe.train.models import moe
 from mlpipe.train.models.llama import build_model
 from mlpipe.train.models.quantized_linear import quantize_layers
+from mlpipe.train.parallel import float8
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
+from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
 BLOCKS = 10  # more than dynamo compiles of one function before it gives up (8)
@@ -26,11 +30,11 @@ def counting_backend():
     return CompileCounterWithBackend("aot_eager")
 
 
-@pytest.mark.parametrize("mode", ["none", "none, nf4", "selective", "full", "full, experts"])
+@pytest.mark.parametrize("mode", ["none", "none, nf4", "none, float8", "selective", "full", "full, experts"])
 def test_all_blocks_share_one_compiled_graph(mode):
     """Experts count their rows in it, once a forward pass; weights of few bits are spelled out in it."""
     mode, _, kind = mode.partition(", ")
-    has_experts, base = kind == "experts", kind == "nf4"
+    has_experts, base, low = kind == "experts", kind == "nf4", kind == "float8"
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     config = replace(plans.CONFIG, num_layers=BLOCKS)
@@ -47,6 +51,9 @@ def test_all_blocks_share_one_compiled_graph(mode):
         if base:
             names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
             quantize_layers(model, [name for name in names if name.startswith("layers.")], "nf4")
+        if low:
+            built = BuiltModel(None, model, list(model.layers), False, None)
+            float8.apply(ParallelizedModel(built, None), World(Mesh(), 0, torch.device("cpu")), None)
         if has_experts and compiled:
             for block, counts_E in zip(model.layers, counts_LE, strict=True):
                 block.mlp.counted = counts_E
@@ -68,7 +75,12 @@ def test_all_blocks_share_one_compiled_graph(mode):
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     budget.within("a compiled step", {"graphs": counter.frame_count, "graph breaks": breaks})
     assert counter.frame_count  # something was compiled
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-6)
+    if (
+        low
+    ):  # a block's own rounding to bf16 moves numbers into another of float8's steps, from block to block
+        assert (gradients[1] - gradients[0]).norm() < 0.5 * gradients[0].norm()
+    else:
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-6)
     assert set(counts_LE.sum(1).tolist()) == {2 * 2 * 64 if has_experts else 0}
 
 
