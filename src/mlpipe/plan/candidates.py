@@ -13,7 +13,7 @@ from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.pipelines import DEFAULT, Schedule, why_not
 from mlpipe._core.units import parse_bytes, parse_cadence
 from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
-from mlpipe.plan.choose import Candidate, cheaper, choose, smallest
+from mlpipe.plan.choose import Candidate, cheaper, choose, is_tight, smallest
 from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
 from mlpipe.plan.plan import (
@@ -80,10 +80,16 @@ def micro_batches(
 
 
 def enumerate_candidates(
-    spec: Train, shape: ModelShape | None, hardware: Hardware, *, every: bool = True
+    spec: Train,
+    shape: ModelShape | None,
+    hardware: Hardware,
+    *,
+    every: bool = True,
+    searches: bool = True,
 ) -> list[Candidate]:
     """`shape`: None for a user's own model that nobody traced. `every`: also what the file does not ask for.
-    Raises PlanError where the file asks for what no hardware can do."""
+    `searches`: meshes whose ranks share samples, too. Raises PlanError where the file asks for what no
+    hardware can do."""
     own = own_mesh(spec, shape, hardware)
     name = spec.strategy if own is None or spec.strategy != "auto" else strategy_of(own)
     peaks = hardware.speed.peak_flops
@@ -148,7 +154,7 @@ def enumerate_candidates(
                         tried = (pricer.candidate(strategy, mesh, way, asked=open_) for way in ways)
                         best = _first_fitting if pricer.uneven is None else _worth_it
                         candidates.append(best(tried))
-    if pricer is not None and is_searched(spec):
+    if searches and pricer is not None and is_searched(spec):
         candidates += searched(spec, pricer, candidates).candidates
         if uneven is not None and not any(c.asked and c.mesh is not None for c in candidates):
             raise uneven
@@ -413,7 +419,10 @@ def pick(
     """The best, or the best of the strategy asked for, which is not refused for memory alone: the estimate
     may err. With the reason. `simplest`: whatever fits and shards least, for work whose steps are not
     training's. Raises PlanError."""
-    candidates = enumerate_candidates(spec, shape, hardware, every=False)
+    candidates = enumerate_candidates(spec, shape, hardware, every=False, searches=not simplest)
+    # none is simpler than one of these that leaves memory free
+    if simplest and not any(one.asked and one.fits and not is_tight(one) for one in candidates):
+        candidates = enumerate_candidates(spec, shape, hardware, every=False)
     if spec.strategy == "auto":
         best, reason = choose(candidates, equal=math.inf) if simplest else choose(candidates)
         return best, reason if spec.mesh is None else f"{best.strategy}: as the mesh says; {_needs(best)}"
