@@ -124,7 +124,7 @@ def test_what_is_communicated_is_what_the_strategy_needs(counted):
     """In fp32 with P parameters: DDP reduces 4 P bytes; an all-gather or reduce-scatter over 2 ranks has 4 P
     on one side and half of it on the other (ZeRO, arXiv:1910.02054, section 7)."""
     parameters = 4 * plans.CONFIG.num_params()
-    assert 0 <= counted["ddp"]["allreduce_ bytes"] - parameters < 100  # and the sums of loss and tokens
+    assert counted["ddp"]["allreduce_ bytes"] == parameters  # sums of the loss stay within the node
     assert counted["zero1"]["_allgather_base_ bytes"] == 1.5 * parameters
     assert counted["zero2"]["_allgather_base_ bytes"] == 1.5 * parameters  # kept until the backward pass
     assert counted["fsdp"]["_allgather_base_ bytes"] == 3 * parameters
@@ -140,7 +140,7 @@ def test_what_is_sent_compressed_is_what_the_planner_prices(counted):
         expected = bits / 8 / steps
         assert counted[name]["alltoall_base_ bytes"] == pytest.approx(2 * expected, rel=0.02), name
         assert counted[name]["_allgather_base_ bytes"] == pytest.approx(1.5 * expected, rel=0.02), name
-        assert counted[name]["allreduce_ bytes"] < 100, name
+        assert "allreduce_" not in counted[name], name
 
 
 def test_what_travels_along_an_axis_is_what_the_planner_prices(counted):
@@ -153,13 +153,13 @@ def test_what_travels_along_an_axis_is_what_the_planner_prices(counted):
     tp = counted["tp"]
     assert tp["_allgather_base_ bytes"] == gathers * stream * 3 / 2 + 4 * 3 * tokens * 3
     assert tp["_reduce_scatter_base_ bytes"] == scatters * stream * 3 / 2
-    assert 0 <= tp["allreduce_ bytes"] - 4 * (2 * layers + 1) * dim < 100
+    assert tp["allreduce_ bytes"] == 4 * (2 * layers + 1) * dim
 
     keys_and_values = 2 * 4 * tokens * plans.CONFIG.num_kv_heads * width  # of all tokens
     cp = counted["cp"]
     assert cp["_allgather_base_ bytes"] == layers * 2 * keys_and_values * 3 / 2  # in each pass
     assert cp["alltoall_base_ bytes"] == layers * keys_and_values * 2
-    assert 0 <= cp["allreduce_ bytes"] - 4 * plans.CONFIG.num_params() < 100
+    assert cp["allreduce_ bytes"] == 4 * plans.CONFIG.num_params()
     # in each pass one rank's, and back their gradients: of those that come, of early chunks only
     ring, part = counted["cp, ring"], keys_and_values / 2
     assert ring["send"] == ring["recv_"] == layers * 4 * 3
@@ -230,7 +230,7 @@ def _asked(work, kind, calls):
 def test_what_travels_along_two_axes_is_what_the_planner_prices(mixed, name):
     """Besides, a head that `tp` splits gathers three numbers a token for the loss, in each of two
     micro-batches of 4 x 32 tokens; a pipeline's ends add up the gradient of what they share; how many rows go
-    to the other ranks the router says; sums of losses and norms, and norms' gradients, are small."""
+    to the other ranks the router says; norms' gradients are small."""
     work, counts = MIXES[name], mixed[name]
     found, asked = ({}, {})
     for kind in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"):
@@ -244,7 +244,7 @@ def test_what_travels_along_two_axes_is_what_the_planner_prices(mixed, name):
         assert rows[0][0] == rows[1][0]
         assert rows[0][1] == pytest.approx(rows[1][1], rel=0.1)
     assert found == asked
-    assert counts["allreduce_ bytes"] < 4 * (2 * plans.CONFIG.num_layers + 1) * plans.CONFIG.dim
+    assert counts.get("allreduce_ bytes", 0) < 4 * (2 * plans.CONFIG.num_layers + 1) * plans.CONFIG.dim
     sent, num_bytes = (_asked(work, "send", calls) for calls in (True, False))
     tied = 4 * plans.CONFIG.vocab_size * plans.CONFIG.dim / work["mesh"].tp if sent else 0
     for way in ("send", "recv_"):
@@ -255,10 +255,10 @@ def test_what_travels_along_two_axes_is_what_the_planner_prices(mixed, name):
 
 
 def test_copies_on_demand_send_gradients_alone_once_a_step(mixed):
-    """Of two microbatches; besides, the sums of the step's loss and tokens."""
+    """Of two microbatches."""
     counts = mixed["on demand"]
     calls, num_bytes = (_asked(ON_DEMAND, "allreduce_", calls) for calls in (True, False))
-    assert counts["allreduce_"] == calls + 1 == plans.CONFIG.num_layers + 2
-    assert 0 <= counts["allreduce_ bytes"] - num_bytes < 100
+    assert counts["allreduce_"] == calls == plans.CONFIG.num_layers + 1
+    assert counts["allreduce_ bytes"] == num_bytes
     assert num_bytes == 4 * plans.CONFIG.num_params() / 2
     assert not {"_allgather_base_", "_reduce_scatter_base_", "broadcast_"} & counts.keys()

@@ -38,6 +38,7 @@ from mlpipe.train.shards import clear_gradients
 
 if TYPE_CHECKING:
     from mlpipe.train.loss_scale import LossScale
+    from mlpipe.train.node_sums import NodeSums
     from mlpipe.train.validation import Validation
 
 
@@ -58,6 +59,7 @@ class Loop:
     profiling: Profiling
     validation: Validation | None = None
     loss_scale: LossScale | None = None  # None: of a precision that needs none
+    sums: NodeSums | None = None  # None: of ranks on several nodes, or that tell each other more
     last_save: float = field(default_factory=time.monotonic)
 
     def run(self) -> Outcome:
@@ -105,7 +107,10 @@ class Loop:
 
     def total(self, totals: Tensor) -> None:
         """Loss sum, targets, squared norm, tokens, and who wants to stop and to save, summed in place."""
-        dist.all_reduce(totals)
+        if self.sums is None:
+            dist.all_reduce(totals)
+        else:
+            self.sums.sum_(totals)
 
     def is_finite(self, *totals: float) -> bool:
         """Whether loss, targets and norm are."""

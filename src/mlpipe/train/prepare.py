@@ -181,6 +181,11 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         from mlpipe.train.stale_loop import StaleLoop
 
         loop_of = StaleLoop
+    sums = None
+    if loop_of is Loop and world.size == session.process.local_world_size > 1:
+        from mlpipe.train.node_sums import NodeSums
+
+        sums = NodeSums(world.rank, world.size)
     if validation is not None:
         validation.load(position.scalars)
     if loss_scale is not None:
@@ -213,6 +218,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         position=position,
         progress=progress,
         profiling=Profiling(session, plan.profile),
+        sums=sums,
         validation=validation,
         loss_scale=loss_scale,
     )
