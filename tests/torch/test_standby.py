@@ -67,6 +67,7 @@ def test_what_has_measured_is_forked_into_launchers_and_their_torchrun(tmp_path:
         plan = plans.train_plan(tmp_path / "store", tokens, world_size=1, steps=1_000_000, every=1_000_000)
         path.write_text(plan.to_json())
         launcher = begin()
+        assert known.find([*argv, str(path)], told) is None, "another training waits for none"
         records = tmp_path / "store" / plan.attempt_key / "records" / "rank-0.jsonl"
 
         def steps() -> bool:

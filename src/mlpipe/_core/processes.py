@@ -28,7 +28,7 @@ def this_process() -> ProcessId:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink(_PROC / "self/ns/pid")
         # a /proc of another PID namespace (unshare without --mount-proc) has other pids
-        started = _start_time(pid) if os.readlink(_PROC / "self") == str(pid) else None
+        started = start_time(pid) if os.readlink(_PROC / "self") == str(pid) else None
     except OSError:
         started = None
     return ProcessId(pid) if started is None else ProcessId(pid, f"{boot} {namespace}", started)
@@ -39,11 +39,11 @@ def is_alive(process: ProcessId) -> bool | None:
     here = this_process().namespace
     if not here or process.namespace != here:
         return None
-    return _start_time(process.pid) == process.started
+    return start_time(process.pid) == process.started
 
 
-def _start_time(pid: int) -> int | None:
-    """None of one that is gone, or dead and not waited for."""
+def start_time(pid: int) -> int | None:
+    """In ticks after the boot; None of one that is gone, or dead and not waited for."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:

@@ -62,8 +62,8 @@ def _impossible(pipeline: Pipeline) -> list[Problem]:
 
     problems = []
     for stage in pipeline.stages:
-        if not stage.groups:
-            continue
+        if not stage.groups or stage.resources is None or not stage.resources.gpus_per_node:
+            continue  # CPUs are those of the machine that it will run on
         from mlpipe.plan.ahead import plan_ahead
         from mlpipe.spec.problems import Problem
 

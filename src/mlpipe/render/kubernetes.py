@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,10 +92,11 @@ def stage_objects(plan: Plan) -> list[Json]:
     return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
 
 
-def replica_object(plan: Plan, number: int) -> Json:
+def replica_object(plan: Plan, number: int, avoid: Sequence[str] = ()) -> Json:
     """The Job of that replica of an elastic training, which may have a higher number than `stage_objects`
-    gives: a node that is lost keeps its own."""
+    gives: a node that is lost keeps its own. `avoid`: nodes besides those that the plan avoids."""
     cluster, config = plan.cluster, names.config_name(gang_name(plan), plan.to_json())
+    plan = replace(plan, launch=replace(plan.launch, avoid=(*plan.launch.avoid, *avoid)))
     assert cluster is not None
     own = labels(plan.run_id, plan.stage, plan.attempt, "worker")
     body = _replica_job(plan, number, cluster, own, config)

@@ -96,12 +96,14 @@ class FolderStore:
         with _in_words(path, writing=True), contextlib.ExitStack() as held:
             try:
                 held.enter_context(lock)
-                if _etag(path.read_bytes()) != etag:
-                    return False
+                found = _etag(path.read_bytes())
             except FileNotFoundError:  # it, or with it its folder
-                return False
-            _write(path, [data], lambda temporary: os.replace(temporary, path))
-        return True
+                found = None
+            if found == etag:
+                _write(path, [data], lambda temporary: os.replace(temporary, path))
+        if found is None and path.parent != self.root:
+            _remove_empty(path.parent)  # who deleted the last object left the lock to us
+        return found == etag
 
     def copy(self, source: str, target: str) -> None:
         with _in_words(self._path(source)), self._path(source).open("rb") as file:
@@ -293,7 +295,7 @@ def _remove_empty(folder: Path) -> bool:
         return True
     if not _has_only_a_lock(folder):
         return False
-    with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as lock:
+    with contextlib.suppress(OSError), (folder / _LOCK).open("r+b") as lock:  # for NFS
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_open_as(lock.fileno(), folder / _LOCK) and _has_only_a_lock(folder):
             (folder / _LOCK).unlink()

@@ -80,14 +80,13 @@ def slow_key(attempt_key: str, replica: int | None = None) -> str:
     return f"{attempt_key}/preflight/slow{'' if replica is None else f'-replica-{replica}'}.json"
 
 
-def slow_replicas(store: Store, attempt_key: str) -> dict[int, tuple[str, float]]:
-    """By number, of each that is slow: its node, and its time for the same work over that of the others.
-    Raises StoreError."""
-    found = {}
+def slow_replicas(store: Store, attempt_key: str) -> dict[int, tuple[str, float] | None]:
+    """By number, of each that has been measured since it started: its node, and its time for the same work
+    over that of the others; None: it is not slow. Raises StoreError."""
+    found: dict[int, tuple[str, float] | None] = {}
     for info in store.list(f"{attempt_key}/preflight"):
         if (name := _SLOW_REPLICA.fullmatch(info.key.rpartition("/")[2])) is not None:
-            for node, ratio in _ratios(store.get(info.key)).items():
-                found[int(name[1])] = node, ratio
+            found[int(name[1])] = next(iter(_ratios(store.get(info.key)).items()), None)
     return found
 
 

@@ -19,17 +19,22 @@ def num_wanted(limits: Replicas, told: int | None, num_failed: int) -> int:
 
 
 def hinders(
-    slow: Mapping[int, tuple[str, float]], nodes: Mapping[int, str], limits: Replicas, num_left_out: int
+    slow: Mapping[int, tuple[str, float] | None],
+    nodes: Mapping[int, str],
+    limits: Replicas,
+    num_left_out: int,
 ) -> int | None:
     """The replica without which the others are faster, though each of them then computes more of a batch:
     n - 1 that are as fast as usual need n / (n - 1) of the time that n need. None: no such. `slow`: by
-    number, the node that a replica was slow on, and how slow; `nodes`: of those that run, where each is."""
-    num = len(nodes)
+    number of those that were measured, the node that a replica was slow on, and how slow; `nodes`: of those
+    that run, where each is. Who runs and was not measured may still be on its way."""
+    ratios, num = dict[int, float](), 0
+    for number in nodes.keys() & slow.keys():
+        node, ratio = slow[number] or (nodes[number], 0.0)
+        if node == nodes[number]:  # else it is another's word, who had this number
+            num, ratios[number] = num + 1, ratio
     if num - 1 < limits.fewest or num_left_out >= MOST_AVOIDED:
         return None
-    ratios = {
-        number: slow[number][1] for number in nodes if number in slow and slow[number][0] == nodes[number]
-    }
     slowest = max(ratios, key=lambda number: ratios[number], default=None)
     return slowest if slowest is not None and ratios[slowest] * (num - 1) > num else None
 

@@ -18,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlpipe._core import environment
+from mlpipe._core.processes import start_time
 from mlpipe.submit.process import dies_with_us
 
 _BEGIN_SECONDS = 60.0  # until it has imported torch, and forked
 _ARGUMENTS_BYTES = 2_000  # room for those of a fork, where ps looks
+_SAYS = struct.Struct("!ci")  # p: a pid, c: an exit code
 _LAUNCHER = ["-m", "mlpipe.train.launcher"]
 
 
@@ -35,13 +37,17 @@ class Begun:
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """Its exit code. It is that of SIGKILL where the process that it is a fork of is gone."""
+        """Its exit code. It is that of SIGKILL where the process that it is a fork of is gone, and it, too,
+        which was told to save."""
         with self._lock:
             if self._code is None and select.select([self._server], [], [], 0)[0]:
-                self._code = -signal.SIGKILL
+                said = b""
                 with contextlib.suppress(OSError):
-                    if len(said := self._server.recv(4)) == 4:
-                        (self._code,) = struct.unpack("!i", said)
+                    said = self._server.recv(_SAYS.size)
+                if len(said) == _SAYS.size:
+                    _, self._code = _SAYS.unpack(said)
+                elif start_time(self.pid) is None:
+                    self._code = -signal.SIGKILL
             return self._code
 
 
@@ -71,6 +77,7 @@ class Standby:
         self._said = self._process.stdout
         self.figures = b""
         self._has_measured = False
+        self._begun: Begun | None = None
 
     def has_measured(self, seconds: float = 0.0) -> bool:
         """Waits no longer than `seconds`."""
@@ -84,7 +91,10 @@ class Standby:
         return self._has_measured
 
     def fits(self, env: Mapping[str, str]) -> bool:
-        return self._process.poll() is None and environment.same_at_start(self._env, env)
+        """Whether one in this environment may begin now: it serves one at a time."""
+        if self._process.poll() is not None or not environment.same_at_start(self._env, env):
+            return False
+        return self._begun is None or self._begun.poll() is not None
 
     def begin(
         self, argv: Sequence[str], *, env: Mapping[str, str], folder: str, output: Path
@@ -95,16 +105,21 @@ class Standby:
         try:
             self._server.settimeout(_BEGIN_SECONDS)
             self._server.sendall(json.dumps(asked).encode() + b"\n")
-            if len(said := self._server.recv(4)) < 4:
+            if len(said := self._server.recv(_SAYS.size)) < _SAYS.size:
                 raise ConnectionError
+            what, pid = _SAYS.unpack(said)
+            if what != b"p":  # it has ended before: whoever starts it anew says why
+                return None
             self._server.sendall(b"\n")
         except OSError:
             self.close()
             return None
-        return Begun(struct.unpack("!i", said)[0], self._server)
+        self._begun = Begun(pid, self._server)
+        return self._begun
 
     def close(self) -> None:
         """Ends it."""
+        self._has_measured = True  # or never will have
         self._process.kill()
         self._process.wait()
         self._said.close()

@@ -236,9 +236,9 @@ class Launcher:
             if told != self.slow:
                 from mlpipe.store.preflight import write_slow
 
-                self.slow = told
-                with contextlib.suppress(StoreError):  # no reason to end a training
+                with contextlib.suppress(StoreError):  # no reason to end a training: tried again
                     write_slow(self.store, self.plan.attempt_key, told, self.node.replica)
+                    self.slow = told
 
     def _event(self, event: Record) -> None:
         """Into events.jsonl, of the first node only: one writer at a time. For replicas: the supervisor."""

@@ -6,7 +6,7 @@ It holds no device and no connection. With a LOCK, an open file, it first measur
 (`measure.py`) in a fork of its own, which says the figures on standard output; the next launcher ends that.
 
     we hear    a line of JSON: argv, env, folder, output        then a byte: begin
-    we say     the launcher's pid, as it is ready               its exit code, as it has ended
+    we say     p and the launcher's pid, as it is ready         c and its exit code, as it has ended
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def serve(lock: str) -> int:
         ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its pid is not given to another yet
         assert ended is not None
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        server.sendall(struct.pack("!i", code))
+        server.sendall(struct.pack("!ci", b"c", code))
     return 0
 
 
@@ -90,7 +90,7 @@ def _launch(server: socket.socket, argv: Sequence[str], env: dict[str, str], fol
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
-    server.sendall(struct.pack("!i", os.getpid()))
+    server.sendall(struct.pack("!ci", b"p", os.getpid()))
     if not server.recv(1):  # nobody waits any more
         return 1
     server.detach()

@@ -138,7 +138,9 @@ def test_each_part_has_a_job_of_its_own_and_as_many_as_are_wanted(training):
 def test_one_that_hinders_the_others_leaves_and_is_submitted_for_another_node(training):
     for number in range(4):
         training.slurm.becomes(training.number(str(number)), "RUNNING", nodes=f"n{number}")
-    write_slow(training.store, training.plan.attempt_key, b'{"n2": 1.5}', 2)
+    for number in range(4):
+        told = b'{"n2": 1.5}' if number == 2 else b"{}"
+        write_slow(training.store, training.plan.attempt_key, told, number)
     until(lambda: len(training.slurm.all) == 6, "another job")
     assert training.slurm.told == [("USR2", "2")], "told to save, and no other"
     assert training.slurm.avoided == {training.number("2"): ("n2",)}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.plan.plan import Replicas
@@ -135,8 +134,7 @@ class ReplicaJobs(Gang):
         taken = by_number.keys() | {_number(pod) for pod in pods}
         free = (number for number in range(self._limits.most + len(taken)) if number not in taken)
         missing = wanted - len(staying)
-        launch = replace(self._plan.launch, avoid=(*self._plan.launch.avoid, *(self._left_out or ())))
-        new = [replica_object(replace(self._plan, launch=launch), next(free)) for _ in range(missing)]
+        new = [replica_object(self._plan, next(free), self._left_out or ()) for _ in range(missing)]
         if new:
             create_all(self._api, [*self._objects, *new])
 
@@ -146,7 +144,8 @@ class ReplicaJobs(Gang):
         if self._left_out is None:
             self._left_out = replicas.left_out(self._store, key)
         active = [pod for pod in pods if _is_active(pod) and _node(pod)]
-        nodes = {number: _node(pod) for pod in active if (number := _number(pod)) in by_number}
+        runs = [pod for pod in active if pod["status"].get("phase") == "Running"]
+        nodes = {number: _node(pod) for pod in runs if (number := _number(pod)) in by_number}
         nodes = {number: node for number, node in nodes.items() if number is not None}
         slow = slow_replicas(self._store, key)
         number = replica_outcomes.hinders(slow, nodes, self._limits, len(self._left_out))
@@ -154,7 +153,8 @@ class ReplicaJobs(Gang):
             replicas.leave_out(self._store, key, nodes[number])
             self._left_out.append(nodes[number])
             self._api.delete("Job", by_number.pop(number)["metadata"]["name"])
-        leaving = [pod for pod in active if _number(pod) not in by_number and _node(pod) in self._left_out]
+        others = [pod for pod in active if _number(pod) is not None and _number(pod) not in by_number]
+        leaving = [pod for pod in others if _node(pod) in self._left_out]
         return any(lost_for_good([pod], time.time()) is None for pod in leaving)
 
     def _say(
