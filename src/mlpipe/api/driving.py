@@ -66,19 +66,15 @@ def drive(store: Store, run_id: str, options: DriveOptions, lines: Lines) -> Non
 def report_of(terminal: Terminal, store: Store, run: RunState) -> str | None:
     """Where the report lies. What ran here teaches how fast this machine is. That it cannot be written must
     not turn a trained model into a failure."""
+    from mlpipe.api.reporting import view_of_page
     from mlpipe.observe.report import write_report
-    from mlpipe.observe.runview import view_run
     from mlpipe.plan.hardware import knows_machine
     from mlpipe.submit import backends
 
     if all(stage.attempt == 0 for stage in run.stages.values()):
         return None
     try:
-        view = view_run(store, run.run_id)
-        if any(stage.profiles for stage in view.stages):
-            from mlpipe.api.profiling import with_gains
-
-            view = with_gains(store, view)
+        view = view_of_page(store, run.run_id)
         report = write_report(store, view)
         backend = backends.of_run(run)
         if knows_machine() and not (backend.outlives_driver or backend.trains_elsewhere):

@@ -23,6 +23,7 @@ from mlpipe.cli.session import CliSession, ignore_not_found, shared
 def command(session: CliSession, run_id: str, out: Path | None, ignore_not_found: bool) -> None:
     """Write one self-contained HTML page about a run (or, to a .md file, a summary in Markdown; to a
     .xml file, its stages as a JUnit report)."""
+    from mlpipe.api.reporting import view_of_page
     from mlpipe.observe.junit import build_junit
     from mlpipe.observe.report import build_markdown, write_report
     from mlpipe.observe.runview import view_run
@@ -46,11 +47,7 @@ def command(session: CliSession, run_id: str, out: Path | None, ignore_not_found
         where = str(out)
         view = view_run(store, run_id) if session.json else None
     else:
-        view = view_run(store, run_id)
-        if any(stage.profiles for stage in view.stages):
-            from mlpipe.api.profiling import with_gains
-
-            view = with_gains(store, view)
+        view = view_of_page(store, run_id)
         where = write_report(store, view, out)
     document: dict[str, Any] = {"report": where}
     if session.json and view is not None:

@@ -3,11 +3,14 @@ their launchers left."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from mlpipe._core.errors import FATAL_KINDS
 from mlpipe.plan.plan import Replicas
+from mlpipe.store import replicas
+from mlpipe.store.base import Store
 from mlpipe.store.outcome import AttemptOutcome
+from mlpipe.store.preflight import slow_replicas
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import MOST_AVOIDED, blamed, ended_by
 
@@ -39,10 +42,32 @@ def hinders(
     return slowest if slowest is not None and ratios[slowest] * (num - 1) > num else None
 
 
-def too_slow(left_out: Sequence[str]) -> str:
-    """A note."""
-    nodes = ", ".join(left_out)
-    return f"no replica shall run on {nodes}: the others were faster without" if nodes else ""
+class LeftOut:
+    """Nodes that were too slow for the replicas of an attempt, as its store has them: another driver goes on
+    with these. `nodes`: none until the first look."""
+
+    def __init__(self, store: Store, attempt_key: str, limits: Replicas) -> None:
+        self.nodes: list[str] = []
+        self._store, self._key, self._limits = store, attempt_key, limits
+        self._is_read = False
+
+    def look(self, nodes: Mapping[int, str]) -> int | None:
+        """The replica that is to leave, whose node is left out from now on; None: none is. `nodes`: of those
+        that run, where each is. Raises StoreError."""
+        if not self._is_read:
+            self.nodes, self._is_read = replicas.left_out(self._store, self._key), True
+        if len(nodes) - 1 < self._limits.fewest:
+            return None
+        slow = slow_replicas(self._store, self._key)
+        number = hinders(slow, nodes, self._limits, len(self.nodes))
+        if number is not None:
+            replicas.leave_out(self._store, self._key, nodes[number])
+            self.nodes.append(nodes[number])
+        return number
+
+    def note(self) -> str:
+        nodes = ", ".join(self.nodes)
+        return f"no replica shall run on {nodes}: the others were faster without" if nodes else ""
 
 
 def fatal(outcomes: Iterable[AttemptOutcome]) -> list[AttemptOutcome]:

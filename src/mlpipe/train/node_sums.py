@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mlpipe._core.processes import start_time
+
 _MOST_VALUES: Final = 8
 _SLOT = struct.Struct(f"<q{_MOST_VALUES}dI")  # number of the sum, values, CRC of both
 _SLOT_BYTES: Final = 128  # of each rank its own lines of the cache
@@ -79,16 +81,8 @@ class NodeSums:
                 time.sleep(_SLEEP_SECONDS)
             if looks % 100 == 0 and time.monotonic() - looked > _LOOK_SECONDS:
                 looked = time.monotonic()
-                if not _is_there(self._pids[rank]):
+                if start_time(self._pids[rank]) is None:
                     raise RuntimeError(f"Connection closed by peer: rank {rank} has ended")
 
     def _offset(self, rank: int) -> int:
         return (self._number % 2 * self._num_ranks + rank) * _SLOT_BYTES
-
-
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

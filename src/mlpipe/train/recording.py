@@ -89,6 +89,12 @@ class Recording:
         if self.callbacks:
             self.callbacks.on_step(self.last)
 
+    @property
+    def own_seconds(self) -> float:
+        """Of the last step: what this rank read and computed, without what it waited for others."""
+        assert self.last is not None
+        return (self.last.compute_seconds or 0.0) + (self.last.data_seconds or 0.0)
+
     def saved(self, saved: Saved) -> None:
         """The run goes on without a save that failed, since the store may come back and what was computed
         since is dear; it ends at the third in a row (raised here), and at the last step."""

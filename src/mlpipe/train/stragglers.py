@@ -45,10 +45,7 @@ class WatchingLoop(Loop):
     def step(self) -> tuple[bool, bool]:
         """As ever; then this rank knows how long it took."""
         agreed = super().step()
-        last = self.recording.last
-        assert last is not None
-        own = (last.compute_seconds or 0.0) + (last.data_seconds or 0.0)
-        self.told = own / self.work if self.work else 0.0
+        self.told = self.recording.own_seconds / self.work if self.work else 0.0
         return agreed
 
     def gradients(self, number: int, batches: Sequence[Microbatch]) -> LossSum:

@@ -19,7 +19,6 @@ from mlpipe.render import names
 from mlpipe.render.kubernetes import replica_object
 from mlpipe.store import replicas
 from mlpipe.store.outcome import AttemptOutcome
-from mlpipe.store.preflight import slow_replicas
 from mlpipe.submit import replica_outcomes
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.kubernetes.api import Object, is_away
@@ -27,6 +26,7 @@ from mlpipe.submit.kubernetes.gang import Gang, lost_for_good
 from mlpipe.submit.kubernetes.objects import create_all, finished
 from mlpipe.submit.kubernetes.postmortem import last_words, termination_reason
 from mlpipe.submit.kubernetes.watch import Watched
+from mlpipe.submit.replica_outcomes import LeftOut
 
 _POLL_SECONDS = 1.0
 _LOOK_SECONDS = 3.0  # for how many replicas are wanted
@@ -43,7 +43,7 @@ class ReplicaJobs(Gang):
         self._looked = self._noted = float("-inf")
         self._end: Ended | None = None
         self._deleted = self._killed = False
-        self._left_out: list[str] | None = None
+        self._left_out = LeftOut(self._store, self._plan.attempt_key, self._limits)
         while True:
             changed.wait(_POLL_SECONDS)
             changed.clear()
@@ -134,27 +134,20 @@ class ReplicaJobs(Gang):
         taken = by_number.keys() | {_number(pod) for pod in pods}
         free = (number for number in range(self._limits.most + len(taken)) if number not in taken)
         missing = wanted - len(staying)
-        new = [replica_object(self._plan, next(free), self._left_out or ()) for _ in range(missing)]
+        new = [replica_object(self._plan, next(free), self._left_out.nodes) for _ in range(missing)]
         if new:
             create_all(self._api, [*self._objects, *new])
 
     def _slow_ones_leave(self, by_number: dict[int, Object], pods: list[Object]) -> bool:
         """Whether one does, whose number is free afterwards."""
-        key = self._plan.attempt_key
-        if self._left_out is None:
-            self._left_out = replicas.left_out(self._store, key)
         active = [pod for pod in pods if _is_active(pod) and _node(pod)]
         runs = [pod for pod in active if pod["status"].get("phase") == "Running"]
         nodes = {number: _node(pod) for pod in runs if (number := _number(pod)) in by_number}
         nodes = {number: node for number, node in nodes.items() if number is not None}
-        slow = slow_replicas(self._store, key)
-        number = replica_outcomes.hinders(slow, nodes, self._limits, len(self._left_out))
-        if number is not None:
-            replicas.leave_out(self._store, key, nodes[number])
-            self._left_out.append(nodes[number])
+        if (number := self._left_out.look(nodes)) is not None:
             self._api.delete("Job", by_number.pop(number)["metadata"]["name"])
         others = [pod for pod in active if _number(pod) is not None and _number(pod) not in by_number]
-        leaving = [pod for pod in others if _node(pod) in self._left_out]
+        leaving = [pod for pod in others if _node(pod) in self._left_out.nodes]
         return any(lost_for_good([pod], time.time()) is None for pod in leaving)
 
     def _say(
@@ -168,7 +161,7 @@ class ReplicaJobs(Gang):
         # one on a lost node stays
         num_leaving = sum("deletionTimestamp" in pod["metadata"] for pod in active)
         self._note = self._why_pending(active, 1 + num_alive + num_leaving)
-        self._note = self._note or replica_outcomes.too_slow(self._left_out or ())
+        self._note = self._note or self._left_out.note()
         if coordinator["spec"].get("suspend") and all(_number(pod) is not None for pod in active):
             self._note = f"without their coordinator the replicas wait: {self._note}"
         if failed:

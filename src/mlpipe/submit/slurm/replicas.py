@@ -18,10 +18,10 @@ from mlpipe.render.slurm import COORDINATOR, comment, job_name
 from mlpipe.store import replicas
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import AttemptOutcome
-from mlpipe.store.preflight import slow_replicas
 from mlpipe.submit import replica_outcomes
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import ThreadedHandle, ended_by
+from mlpipe.submit.replica_outcomes import LeftOut
 from mlpipe.submit.slurm import client
 from mlpipe.submit.slurm.client import AwayError, Job
 from mlpipe.submit.slurm.jobs import (
@@ -58,7 +58,7 @@ class ReplicaJobs(ThreadedHandle):
         self._asked: Asked = set()
         self._retired: set[str] = set()  # ids of jobs that are told to leave
         self._given_up: set[str] = set()
-        self._left_out: list[str] | None = None
+        self._left_out = LeftOut(store, plan.attempt_key, self._limits)
         self._num_taken = 0  # replicas that Slurm took
         self._killing = False
         self._end: Ended | None = None
@@ -187,28 +187,21 @@ class ReplicaJobs(ThreadedHandle):
 
     def _slow_ones_leave(self, alive: Mapping[int, Job]) -> None:
         """One at a time."""
-        key = self._plan.attempt_key
-        if self._left_out is None:
-            self._left_out = replicas.left_out(self._store, key)
         running = {number: job for number, job in alive.items() if job.state == "RUNNING"}
         nodes = {number: job.nodes for number, job in running.items() if job.id not in self._retired}
-        slow = slow_replicas(self._store, key)
-        number = replica_outcomes.hinders(slow, nodes, self._limits, len(self._left_out))
-        if number is not None:
-            replicas.leave_out(self._store, key, nodes[number])
-            self._left_out.append(nodes[number])
+        if (number := self._left_out.look(nodes)) is not None:
             self._retired.add(running[number].id)
 
     def _submit(self, part: str) -> None:
         """Raises AwayError when nobody knows whether it was taken: the next look shows it."""
         self._submits[part] += 1
-        avoid = () if part == COORDINATOR else self._left_out or ()
+        avoid = () if part == COORDINATOR else self._left_out.nodes
         client.submit(self._scripts[part], self._folder, avoid=avoid)
         self._num_taken += part != COORDINATOR
 
     def _say(self, jobs: Mapping[str, Job], failed: set[str]) -> None:
         waiting = [why_waiting(job.id, job.state, job.reason) for job in jobs.values() if not job.has_ended]
-        self._note = next(filter(None, waiting), replica_outcomes.too_slow(self._left_out or ()))
+        self._note = next(filter(None, waiting), self._left_out.note())
         if failed:
             self._note = f"replica {', '.join(sorted(failed, key=int))} is given up, the others go on"
 

@@ -54,12 +54,12 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
         apart = (
             [one for block in model.built.blocks for one in _exact_parts(block)] if of_blocks is low else []
         )
-        kept = {parameter for part in apart for parameter in part.parameters(recurse=False)}
-        inside = {parameter for block in model.built.blocks for parameter in block.parameters()} - kept
+        inside = {parameter for block in model.built.blocks for parameter in block.parameters()}
+        inside -= _own_parameters(apart)
         fully_shard(
             module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard, ignored_params=whole | inside
         )
-        whole |= {parameter for part in apart for parameter in part.parameters(recurse=False)}
+        whole |= _own_parameters(apart)  # they are others since they are sharded
         for block in model.built.blocks:
             fully_shard(
                 block, mesh=mesh, mp_policy=of_blocks, reshard_after_forward=reshard, ignored_params=whole
@@ -85,6 +85,10 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
 def _exact_parts(block: nn.Module) -> list[nn.Module]:
     """Modules that compute in fp32 whatever the precision: to round their weights would undo that."""
     return [module for module in block.modules() if getattr(module, "computes_in_fp32", False)]
+
+
+def _own_parameters(modules: list[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
 
 
 def _sums_over_copies(plan: TrainPlan) -> bool:

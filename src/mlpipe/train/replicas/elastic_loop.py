@@ -67,10 +67,9 @@ class ElasticLoop(Loop):
                 self.replicas.void = self.changed = True
                 continue
             self.changed = False
-            last = self.recording.last
-            assert last is not None
-            own = (last.compute_seconds or 0.0) + (last.data_seconds or 0.0)
-            self.replicas.seconds_per_token = own / last.tokens if last.tokens else 0.0
+            recording = self.recording
+            num_tokens = 0 if recording.last is None else recording.last.tokens
+            self.replicas.seconds_per_token = recording.own_seconds / num_tokens if num_tokens else 0.0
             return stopping, save
 
     def rejoin(self) -> None:
