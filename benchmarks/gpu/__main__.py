@@ -70,22 +70,26 @@ def main() -> int:
         return 2
     load_before = os.getloadavg()[0]
     suite = Suite(arguments.device, work.TINY if arguments.tiny else work.MODELS, machine)
+    settings = {"budget_seconds": arguments.budget, "tiny": arguments.tiny, "load_before": load_before}
+    figures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         for case in cases:
-            suite.run(case, Path(name), deadline)
-            body = suite.document(arguments.budget, arguments.tiny, load_before)
-            path = measure.write("gpu", body, arguments.results)
-    print(rows.table(rows.variants(suite.figures, suite.cases, suite.models)))
-    print(f"written to {path}")
-    return 0 if any(row["ours"] is not None for row in suite.figures) else 1
+            found = suite.run(case, Path(name), deadline)
+            print(rows.table(found), flush=True)
+            path = measure.add("gpu", suite.document(found, **settings), arguments.results)
+            figures += found
+    # beside what an earlier command left of the model, too
+    there = json.loads(path.read_text())["figures"]
+    compared = rows.variants(there, cases, suite.models)
+    print(rows.table(compared))
+    measure.add("gpu", suite.document(compared, **settings), arguments.results, by=("work", "figure"))
+    print(f"merged into {path}")
+    return 0 if any(row["ours"] is not None for row in figures) else 1
 
 
 class Suite:
     def __init__(self, device: str, models: dict[str, Model], machine: dict[str, Any]) -> None:
         self.device, self.models, self.machine = device, models, machine
-        self.figures: list[dict[str, Any]] = []
-        self.details: dict[str, Any] = {}
-        self.cases: list[Case] = []
         known = work.gpu_of(machine.get("name", ""))
         self.peak = known[1].bf16 if known and device == "cuda" else None
         self.peak_name = (
@@ -93,12 +97,12 @@ class Suite:
         )
         self.memory_bytes = machine.get("memory_bytes", 2**30) if device == "cuda" else 2**30
 
-    def run(self, case: Case, folder: Path, deadline: float) -> None:
-        """Adds the rows of `case`."""
+    def run(self, case: Case, folder: Path, deadline: float) -> list[dict[str, Any]]:
+        """The rows of `case`; the first has how it was run."""
         model = self.models[case.model]
         began = time.monotonic()
         seconds = min(case.seconds, deadline - began)
-        predicted = None
+        predicted, details = None, None
         if seconds < _LEAST_SECONDS:
             answer: dict[str, Any] = {"error": "the budget was spent before it"}
         elif case.float8 and (reason := self.no_float8()):
@@ -117,17 +121,17 @@ class Suite:
             if training.predicted is not None:
                 predicted = training.predicted.memory_bytes
             answer = measured(case, model, plan, folder, seconds)
-            self.details[case.name] = {
+            details = {
+                "num_params": model.num_params(),
+                "num_flops_per_token": training.num_flops_per_token,
                 "micro_batch": training.micro_batch,
                 "batch": model.batch,
                 "seq_len": model.seq_len,
                 "seconds": time.monotonic() - began,
                 **{key: value for key, value in answer.items() if key != "rounds"},
             }
-        self.cases.append(case)
-        found = rows.rows_of(case, model, answer, predicted)
-        self.figures += found
-        print(rows.table(found), flush=True)
+        first, *others = rows.rows_of(case, model, answer, predicted)
+        return [first | ({"case": details} if details else {}), *others]
 
     def no_float8(self) -> str | None:
         """Why not: the kernel needs Ada, Hopper or later; a CPU has a slow one."""
@@ -137,27 +141,16 @@ class Suite:
             return "this GPU has no float8"
         return None
 
-    def document(self, budget: float, tiny: bool, load_before: float) -> dict[str, Any]:
+    def document(self, figures: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
         body = measure.document(
-            self.figures + rows.variants(self.figures, self.cases, self.models),
-            budget_seconds=budget,
+            figures,
             device=self.device,
-            tiny=tiny,
             mfu=rows.FORMULA,
             peak_flops=self.peak,
             peak_name=self.peak_name,
-            models={
-                name: {
-                    "num_params": model.num_params(),
-                    "num_flops_per_token": model.num_flops_per_token(),
-                    **model.fields,
-                }
-                for name, model in self.models.items()
-            },
-            cases=self.details,
-            load_before=load_before,
+            **settings,
         )
-        body["machine"]["gpu"] = self.machine
+        body["machine"] |= {"accelerator": self.machine.get("name"), "gpu": self.machine}
         return body
 
 

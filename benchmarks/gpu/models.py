@@ -1,8 +1,7 @@
 """The benchmark's models, built by `build` as a user's own model is: GPT-2 as it was published (LayerNorm,
-GELU, learned positions, biases, a tied head), mlpipe's Llama, also with several samples in a row, and either
-with its blocks' matmuls in float8.
+GELU, learned positions, biases, a tied head), and mlpipe's Llama, also with several samples in a row.
 
-B batch · T tokens · D dim · H heads · C channels of a head · M tokens of the batch · K inputs · N outputs
+B batch · T tokens · D dim · H heads · C channels of a head · M tokens of the batch
 """
 
 from __future__ import annotations
@@ -18,18 +17,12 @@ from mlpipe._core.presets import LlamaConfig
 from mlpipe.train.models import llama
 
 
-def build(
-    architecture: str, float8: bool, documents: Sequence[int] | None = None, **fields: Any
-) -> nn.Module:
+def build(architecture: str, documents: Sequence[int] | None = None, **fields: Any) -> nn.Module:
     """`architecture`: "gpt2" (fields of `GPT2`) or "llama" (fields of `LlamaConfig`). `documents`: tokens of
     the samples that the rows of a pass hold behind each other."""
     if documents is not None:
         return PackedLlama(LlamaConfig(**fields), documents)
-    model = GPT2(**fields) if architecture == "gpt2" else llama.build_model(**fields)
-    if float8:
-        for block in model.layers:
-            _to_float8(block)
-    return model
+    return GPT2(**fields) if architecture == "gpt2" else llama.build_model(**fields)
 
 
 class GPT2(nn.Module):
@@ -96,52 +89,3 @@ class Block(nn.Module):
         y_BHTC = F.scaled_dot_product_attention(q_BHTC, k_BHTC, v_BHTC, is_causal=True)
         x_BTD = x_BTD + self.attention_proj(y_BHTC.transpose(1, 2).reshape(num_samples, num_tokens, dim))
         return x_BTD + self.down_proj(F.gelu(self.up(self.norm_2(x_BTD)), approximate="tanh"))
-
-
-class Float8Linear(nn.Linear):
-    """Forward and backward matmuls in float8 with one scale a tensor, made from its largest magnitude at each
-    use (e4m3 for inputs and weights, e5m2 for gradients); results in bf16, the weight stays as it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y_MN = _Float8Matmul.apply(x.reshape(-1, x.shape[-1]).to(torch.bfloat16), self.weight)
-        y = y_MN.view(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
-class _Float8Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        x, x_scale = _to_8_bits(x_MK, torch.float8_e4m3fn)
-        weight, weight_scale = _to_8_bits(weight_NK, torch.float8_e4m3fn)
-        ctx.save_for_backward(x, x_scale, weight, weight_scale)
-        ctx.weight_dtype = weight_NK.dtype
-        return _matmul(x, weight.t(), x_scale, weight_scale, fast=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor, Tensor]:
-        x, x_scale, weight, weight_scale = ctx.saved_tensors
-        grad, grad_scale = _to_8_bits(grad_MN, torch.float8_e5m2)
-        # the kernel takes its first operand by rows and its second by columns
-        grad_x = _matmul(grad, weight.t().contiguous().t(), grad_scale, weight_scale, fast=False)
-        grad_weight = _matmul(grad.t().contiguous(), x.t().contiguous().t(), grad_scale, x_scale, fast=False)
-        return grad_x, grad_weight.to(ctx.weight_dtype)
-
-
-def _to_8_bits(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """And the fp32 factor that brings it back."""
-    most = torch.finfo(dtype).max
-    scale = (tensor.abs().amax().float() / most).clamp(min=1e-12)
-    return (tensor.float() / scale).clamp(-most, most).to(dtype).contiguous(), scale
-
-
-def _matmul(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, *, fast: bool) -> Tensor:
-    return torch._scaled_mm(
-        left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
-
-
-def _to_float8(module: nn.Module) -> None:
-    """All its matrices whose sides are multiples of 16, which the kernel needs."""
-    for child in module.modules():
-        if type(child) is nn.Linear and not (child.in_features % 16 or child.out_features % 16):
-            child.__class__ = Float8Linear

@@ -287,7 +287,13 @@ def predicted_bytes(case: Case, model: Model, micro_batch: int, device: str) -> 
     assert shape is not None
     accumulation = model.batch // micro_batch
     step = StepShape(
-        model.seq_len, micro_batch, accumulation, "bf16", case.checkpointing, compiled=case.compile
+        model.seq_len,
+        micro_batch,
+        accumulation,
+        "bf16",
+        case.checkpointing,
+        compiled=case.compile,
+        float8=case.float8,
     )
     work = RankWork(
         shape.parameters,
@@ -326,7 +332,7 @@ def plan_of(
         model=ModelPlan(
             build=Entry(
                 "benchmarks.gpu.models:build",
-                {"architecture": model.architecture, "float8": case.float8, **more, **model.fields},
+                {"architecture": model.architecture, **more, **model.fields},
             ),
             preset=None,
             seq_len=model.seq_len,
@@ -365,6 +371,7 @@ def plan_of(
         resume=False,
         predicted=predicted,
         adapter=case.adapter,
+        float8=case.float8,
     )
     return Plan(
         schema_version=SCHEMA_VERSION,
