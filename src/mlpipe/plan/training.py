@@ -364,8 +364,9 @@ def _train_plan(
 
 
 def _shared(chosen: Candidate, shape: ModelShape | None, hardware: Hardware) -> int | None:
-    """Of a node, which may have several copies."""
-    if chosen.communication != "on_demand" or shape is None or chosen.mesh is None:
+    """Of a node, which may have several copies; GPUs have it in their own memory."""
+    apart = chosen.communication != "on_demand" or hardware.device != "cpu"
+    if apart or shape is None or chosen.mesh is None:
         return None
     shown = dp_shard.shown_bytes(shape.parameters, COMPUTE_BYTES[chosen.precision])
     return shown * (hardware.devices_per_node // chosen.mesh.dp_shard)
@@ -451,7 +452,7 @@ def _idle(spec: Train, shape: ModelShape | None, hardware: Hardware, chosen: Can
         return {}
     capacity = chosen.micro_batch * spec.model.seq_len
     ways = get_args(Communication) if mesh.ep == 1 else ("collective",)
-    if hardware.device != "cpu" or not reads_on_demand(mesh, hardware):
+    if not reads_on_demand(mesh, hardware):
         ways = tuple(way for way in ways if way != "on_demand")
     return {way: round(uneven.idle(mesh, capacity, way), 3) for way in ways}
 

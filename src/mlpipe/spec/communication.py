@@ -29,12 +29,7 @@ def problems(stage: Node, with_shards: tuple[str, ...], within_nodes: tuple[str,
         )
     if name == "resident":
         return
-    number = get(stage, "resources", "gpus_per_node")
-    if number is not None and type(number.value) is int and number.value > 0:
-        why = "on_demand is for workers on CPUs; nobody has tried it on GPUs"
-        yield Problem.at(number.place, f"{why}, and there are gpus_per_node: {number.value}", _INSTEAD)
-    else:
-        yield from _apart(stage, asked, with_shards, within_nodes)
+    yield from _apart(stage, asked, with_shards, within_nodes)
     deterministic = get(stage, "train", "deterministic")
     if deterministic is not None and deterministic.value is True:
         yield Problem.at(
@@ -48,8 +43,9 @@ def _apart(
     stage: Node, asked: Node, with_shards: tuple[str, ...], within_nodes: tuple[str, ...]
 ) -> Iterator[Problem]:
     """Workers that need a part of the weights, and are on another node than its owner; or nobody owns one."""
-    counts = (get(stage, "resources", key) for key in ("nodes", "workers_per_node"))
-    nodes, each = (one.value if one is not None and type(one.value) is int else 1 for one in counts)
+    counts = (get(stage, "resources", key) for key in ("nodes", "gpus_per_node", "workers_per_node"))
+    nodes, gpus, workers = (one.value if one is not None and type(one.value) is int else 0 for one in counts)
+    nodes, each = max(1, nodes), gpus or max(1, workers)
     fitting = within_nodes if nodes > 1 else (*within_nodes, *with_shards)
     strategy = get(stage, "train", "strategy")
     name = (text_of(strategy) if strategy is not None else None) or "auto"

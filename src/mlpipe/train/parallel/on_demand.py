@@ -2,8 +2,8 @@
 (On-Demand Communication, arXiv 2601.19362): ranks meet at the ends of a step only, whatever the number of
 their microbatches, also none. The sums are those of collectives, in another order.
 
-FSDP2 is told to gather and to scatter by `SharedMemory` instead of by collectives. What it scatters is zero
-here; the sums of all ranks are added when the step is over.
+FSDP2 is told to gather and to scatter by `SharedMemory` (on GPUs `PeerMemory`) instead of by collectives.
+What it scatters is zero here; the sums of all ranks are added when the step is over.
 
 The ranks of `dp_shard` are on one node. Those of `dp_replicate`, on others, have copies, of which FSDP2 knows
 nothing: it would sum their gradients within the backward pass, which a rank without a microbatch has not.
@@ -38,12 +38,6 @@ class OnDemand:
         self.units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self.publishing = False
         self.memory: SharedMemory | None = None
-        if world.device.type != "cpu":
-            raise TrainError(
-                "communication: on_demand is for workers on CPUs",
-                hint="write communication: resident",
-                kind="input",
-            )
         if not hasattr(FSDPModule, "set_custom_all_gather"):
             raise TrainError(
                 f"torch {torch.__version__} cannot be told how to gather weights",
@@ -60,7 +54,7 @@ class OnDemand:
         first = self.memory is None
         if self.memory is None:
             numels = [sum(map(self._numel, _trained(unit))) for unit in self.units]
-            self.memory = SharedMemory(*self.world.place("dp_shard"), numels, self.owners)
+            self.memory = self._memory(numels)
         else:
             self.memory.fence()
         self.publishing = True
@@ -92,6 +86,14 @@ class OnDemand:
                 local += pushed[at : at + local.numel()].view(local.shape)
                 at += self._numel(parameter)
             pushed.zero_()
+
+    def _memory(self, gradient_numels: list[int]) -> SharedMemory:
+        place = self.world.place("dp_shard")
+        if self.world.device.type == "cpu":
+            return SharedMemory(*place, gradient_numels, self.owners)
+        from mlpipe.train.parallel.peer_memory import PeerMemory  # torch's part of it takes a while
+
+        return PeerMemory(*place, gradient_numels, self.owners, self.world.device)
 
     def _numel(self, parameter: nn.Parameter) -> int:
         """Of a rank's rows, padded to those of the first rank."""

@@ -81,12 +81,18 @@ class SharedMemory:
 
     def push(self, unit: int, gradients: Tensor) -> None:
         """Adds each rank's part to what it has; `gradients`: the parts behind each other."""
+        self._check(unit, gradients)
+        self._add(unit, gradients)
+
+    def _check(self, unit: int, gradients: Tensor) -> None:
         if gradients.numel() != self.num_ranks * self.gradient_numels[unit]:
             raise TrainError(
                 "a parameter got no gradient in this microbatch",
                 hint="write communication: resident",
                 kind="input",
             )
+
+    def _add(self, unit: int, gradients: Tensor) -> None:
         parts = gradients.view(self.num_ranks, -1)
         for step in range(1, self.num_ranks + 1):  # not all at the same owner first
             owner = (self.rank + step) % self.num_ranks
