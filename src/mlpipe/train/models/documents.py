@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_GQA = "enable_gqa"
+
 
 class Documents:
     """Of one row. `lengths_N`: tokens of each sample, which add up to T; int64, on the device of the row.
@@ -26,16 +28,18 @@ class Documents:
         self.borders = F.pad(ends_N, (1, 0)).to(torch.int32)
 
     def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor) -> Tensor:
-        """Causal, within each sample: (B, H, T, C). On CUDA in one kernel, but for fp32, which it does not
-        take; else sample by sample, twice as fast on a CPU as a mask over the whole row."""
+        """Causal, within each sample: (B, H, T, C). On CUDA in one kernel, but for fp32 and odd widths, which
+        it does not take; else sample by sample, twice as fast on a CPU as a mask over the whole row."""
         grouped = q_BHTC.shape[1] != k_BKTC.shape[1]
-        if q_BHTC.is_cuda and q_BHTC.dtype != torch.float32:
+        if q_BHTC.is_cuda and q_BHTC.dtype != torch.float32 and not q_BHTC.shape[-1] % 8:
             from torch.nn.attention.varlen import varlen_attn
 
             q_THC, k_TKC, v_TKC = (x[0].transpose(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
             longest = q_BHTC.shape[2]  # at the most
             borders = self.borders, self.borders, longest, longest
-            y_THC: Any = varlen_attn(q_THC, k_TKC, v_TKC, *borders, window_size=(-1, 0), enable_gqa=grouped)
+            # torch 2.11 shares heads unasked, and knows no word for it
+            asked: dict[str, Any] = {_GQA: grouped} if _GQA in varlen_attn.__kwdefaults__ else {}
+            y_THC: Any = varlen_attn(q_THC, k_TKC, v_TKC, *borders, window_size=(-1, 0), **asked)
             return y_THC.transpose(0, 1)[None]
         if self.lengths is None:
             self.lengths = self.lengths_N.tolist()
