@@ -115,7 +115,10 @@ def _name(device: str) -> str:
         import subprocess
 
         asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
+        try:
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
+        except OSError:  # not every container has it
+            return "GPU"
         return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else "GPU"
     return processor()
 

@@ -8,6 +8,7 @@ from statistics import median
 from mlpipe._core.units import format_bytes, format_step_seconds
 from mlpipe.observe.blocks import Cell, Details, Piece, Table
 from mlpipe.observe.runview import StageView, view_run
+from mlpipe.plan.allocators import beside_bytes
 from mlpipe.plan.calibration import Compared
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.plan import Plan
@@ -56,13 +57,14 @@ def comparison(stage: StageView) -> Piece | None:
     if plan is None or plan.predicted is None or real is None:
         return None
     memory, seconds = real
-    on_cpu = stage.plan is not None and stage.plan.launch.device == "cpu"
+    device = stage.plan.launch.device if stage.plan is not None else "cuda"
+    expected = plan.predicted.memory_bytes - beside_bytes(device, plan.mesh.world_size)
     rows: list[list[Cell]] = [
         [
-            "peak memory of a worker" + (", with library pages" if on_cpu else ""),
-            format_bytes(plan.predicted.memory_bytes),
+            f"peak memory of a worker, {'with library pages' if device == 'cpu' else 'of its allocator'}",
+            format_bytes(expected),
             format_bytes(memory),
-            _error(plan.predicted.memory_bytes, memory),
+            _error(expected, memory),
         ],
     ]
     if stage.plan is None or stage.plan.launch.replicas is None:  # else it is of one that has the whole batch
@@ -113,5 +115,6 @@ def compared(store: Store, run_id: str, predict: Callable[[Plan], Candidate]) ->
             continue
         told = predict(plan)
         assert told.memory is not None
-        rows.append(Compared(run_id, stage.name, told.memory.total, real[0], told.step_seconds, real[1]))
+        expected = told.memory.total - beside_bytes(plan.launch.device, training.mesh.world_size)
+        rows.append(Compared(run_id, stage.name, expected, real[0], told.step_seconds, real[1]))
     return rows

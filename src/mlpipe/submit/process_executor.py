@@ -33,12 +33,12 @@ _KINDS: dict[int, ErrorKind] = {code: kind for kind, code in EXIT_CODES.items()}
 
 
 def gpu_ids() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may name here: its own value if set, else the devices of the driver."""
+    """What CUDA_VISIBLE_DEVICES may name here: its own value if set, else numbers of the driver's devices,
+    counted from 0 as CUDA does: in a container that has but /dev/nvidia3 that is 0."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip() and name.strip() != "-1"]
-    devices = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    return sorted(devices, key=int)
+    return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
 class ProcessExecutor:

@@ -56,7 +56,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3)
     """FLOP/s of this process' best square matmul within about `seconds`: what its threads, or its GPU, can
     reach with everything that runs beside it. Not a datasheet's peak; say so where it is printed."""
     side = _SIDE_CPU if device.type == "cpu" else _SIDE
-    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     out = torch.mm(left, right)
     best = float("inf")
     deadline = time.perf_counter() + seconds

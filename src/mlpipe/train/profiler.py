@@ -62,7 +62,8 @@ class Profiler:
         memory = profile_.memory and not self._cuda
         self._profiler = profile(activities=activities, record_shapes=True, profile_memory=memory)
         if self._cuda and profile_.memory:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_MEMORY_EVENTS)
+            # of Python alone: to name frames of C++ takes a minute, in which nobody trains
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_MEMORY_EVENTS)
         self._machine = Machine()
         self._profiler.start()
         if loop.plan.compile == "off":  # hooks would have it compiled anew; its regions have spans already

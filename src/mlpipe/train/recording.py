@@ -47,6 +47,7 @@ class Recording:
         self.num_flops_per_token = num_flops_per_token
         self.peak_flops = plan.peak_flops
         self.achievable_flops: float | None = None
+        self.peak_bytes = 0  # of memory, so far
         self.failed_saves: list[MlpipeError] = []
         self.last: Step | None = None
         self.of_replicas: dict[str, Any] = {}  # fields of the next step's record, of an elastic training
@@ -75,6 +76,7 @@ class Recording:
         """`record`: as the loop's clock tells it; of the seconds in forward, backward and update this rank's
         own work is what it did not wait for others there. What a rank of a pipeline waits at the end of a
         step is for stages that are not done. `total_tokens`: computed by all ranks."""
+        self.peak_bytes = max(self.peak_bytes, peak_memory_bytes(self.session.device))
         waited, at_end = self.waits.take(), record.collective_seconds or 0.0
         piped = self.plan.mesh.pp > 1
         record = replace(
@@ -82,7 +84,7 @@ class Recording:
             compute_seconds=(record.compute_seconds or 0.0) - sum(waited),
             collective_seconds=waited.collective + (0.0 if piped else at_end),
             bubble_seconds=waited.stages + at_end if piped else None,
-            memory_bytes=peak_memory_bytes(self.session.device),
+            memory_bytes=self.peak_bytes,
             **self.of_replicas,
         )
         self.last = self.session.recorder.write(self._with_rates(record, total_tokens))
@@ -152,6 +154,9 @@ class Recording:
             rate = measure_peak(world.device, DTYPES[self.plan.precision])
             peak = torch.tensor([rate], dtype=torch.float64)
             dist.all_reduce(peak)
+            if world.device.type == "cuda":  # a step does not need what its matrices took
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(world.device)
             self.achievable_flops = float(peak) / world.size
             self.peak_flops = self.peak_flops or self.achievable_flops
         record = replace(record, peak_flops=self.peak_flops, achievable_flops=self.achievable_flops)
@@ -180,7 +185,8 @@ def of_samples(batches: Sequence[Microbatch]) -> dict[str, Any]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process held so far: on CUDA of the allocator's, on a CPU resident."""
+    """The most that this process held: on CUDA of the allocator's, since its peak was reset; on a CPU
+    resident, ever."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

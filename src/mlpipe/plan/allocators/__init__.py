@@ -23,6 +23,15 @@ def reserve(tensors: RankTensors, device: str, mesh: Mesh, checkpointing: str) -
     return glibc.reserve(gloo.with_clones(tensors), trimming=glibc.is_trimming(mesh, checkpointing))
 
 
+def beside_bytes(device: str, world_size: int) -> int:
+    """Of a process, what its records do not count: on CUDA all that is not of the allocator."""
+    if device != "cuda":
+        return 0
+    from mlpipe.plan.allocators import cuda
+
+    return cuda.context_bytes(world_size)
+
+
 def environment(hardware: Hardware, mesh: Mesh, checkpointing: str) -> dict[str, str]:
     """What the allocator is told by a worker's environment."""
     if hardware.device == "cuda":

@@ -30,8 +30,12 @@ _BEFORE = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # which torch r
 
 def reserve(tensors: RankTensors, world_size: int) -> Reserved:
     """Bytes reserved on the device."""
-    context = _CONTEXT_BYTES + (_NCCL_BYTES if world_size > 1 else 0)
-    return Reserved(tensors, context, int(_FRAGMENTATION_RATIO * tensors.peak))
+    return Reserved(tensors, context_bytes(world_size), int(_FRAGMENTATION_RATIO * tensors.peak))
+
+
+def context_bytes(world_size: int) -> int:
+    """Of the device, which a process holds beside what it has allocated."""
+    return _CONTEXT_BYTES + (_NCCL_BYTES if world_size > 1 else 0)
 
 
 def environment(hardware: Hardware, mesh: Mesh, checkpointing: str) -> dict[str, str]:
