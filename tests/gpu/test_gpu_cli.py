@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from kit.command_runs import Cli, until
+from kit.on_gpu import figure, needs_gpu
 from kit.plans import write_tokens
 
 from mlpipe._core.errors import EXIT_CODES
@@ -27,23 +28,10 @@ from mlpipe.store.folder import FolderStore
 from mlpipe.store.preflight import read_checked
 from mlpipe.train.preflight import machine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="no CUDA device: the ring gpu needs an NVIDIA GPU and a torch that sees it",
-    ),
-    pytest.mark.timeout(170),
-]
+pytestmark = needs_gpu
 SECONDS = 150.0  # for a wait
 ROOM = 0.02  # of the data sheet's speeds, where others are at work on the same GPU
 MODEL = {"preset": "llama-4m", "seq_len": 256}
-
-
-def figure(name: str, value: float | str, unit: str = "") -> None:
-    """A line of the output."""
-    shown = value if isinstance(value, str) else f"{value:.6g}"
-    print(f"FIGURE {name} {shown} {unit}".rstrip(), flush=True)
 
 
 def gpu_class() -> str:
