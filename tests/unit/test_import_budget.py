@@ -33,6 +33,20 @@ def test_a_plan_whose_strategy_is_named_knows_nothing_of_other_axes(tmp_path):
     assert not {f"mlpipe.plan.{name}" for name in _UNASKED} & modules
 
 
+def test_validators_are_made_of_the_mappings_that_a_file_has(tmp_path):
+    script = (
+        "from mlpipe.spec.base import SpecModel\nfrom mlpipe.spec.load import load_pipeline\n"
+        f"load_pipeline({str(PIPELINES / 'llm.yaml')!r})\n"
+        "of = lambda kind: [kind, *(one for child in kind.__subclasses__() for one in of(child))]\n"
+        "print(*{kind.__name__ for kind in of(SpecModel) if kind.__pydantic_complete__})"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert set(found.stdout.split()) == {
+        "Pipeline", "Kubernetes", "Volume", "Stage", "Resources",
+        "Train", "PresetModel", "TokenData", "AdamW", "Checkpoint", "Evaluate", "Promote",
+    }, found.stderr  # fmt: skip
+
+
 def modules_of(folder: Path, *words: str) -> set[str]:
     """All that a command has imported when it ends."""
     script = (
