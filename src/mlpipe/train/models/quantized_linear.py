@@ -53,7 +53,7 @@ class QuantizedLinear(nn.Module):
     def product(self, x: Tensor) -> Tensor:
         """x W^T, under autocast in its dtype."""
         kind = x.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        if kind != "meta" and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         y: Tensor = _Product.apply(x, self.quantized_weight, self.in_features, self.base)  # type: ignore[no-untyped-call]
         return y
