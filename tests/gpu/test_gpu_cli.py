@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import time
 import urllib.request
@@ -49,7 +50,9 @@ def resources(**more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Cli:
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """All that it starts are new interpreters, which import no more than a user's."""
+    monkeypatch.setattr("kit.command_runs.Popen", lambda _, argv, **given: subprocess.Popen(argv, **given))
     made = Cli(tmp_path)
     # whatever else the machine has, and where /dev does not show its GPU
     made.env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
