@@ -35,6 +35,8 @@ def test_all_blocks_share_one_compiled_graph(mode):
     """Experts count their rows in it, once a forward pass; weights of few bits are spelled out in it."""
     mode, _, kind = mode.partition(", ")
     has_experts, base, low = kind == "experts", kind == "nf4", kind == "float8"
+    if has_experts and torch.__version__.startswith("2.11."):
+        pytest.xfail("it traces products of experts in bf16 alone, and here they are in fp32: see moe.py")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     config = replace(plans.CONFIG, num_layers=BLOCKS)

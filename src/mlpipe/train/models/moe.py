@@ -54,8 +54,7 @@ class Router(nn.Module):
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """What the experts of each token count (N, k), and which they are (N, k)."""
         device, dtype = x_ND.device.type, torch.promote_types(x_ND.dtype, torch.float32)
-        known = device != "meta"
-        with torch.autocast(device, enabled=False) if known else nullcontext():
+        with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             product_NE = F.linear(x_ND.to(dtype), self.weight.to(dtype))
             affinity_NE = product_NE.softmax(-1) if self.softmax else product_NE.sigmoid()
         biased_NE = affinity_NE.detach() + self.e_score_correction_bias
@@ -110,11 +109,11 @@ def matmul_by_expert(x_SI: Tensor, stacked: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _has_kernel(x_SI: Tensor, weight_EOI: Tensor) -> bool:
-    """It wants rows of whole 16 bytes."""
+    """It wants rows of whole 16 bytes. torch 2.11 computes in fp32 as well, and cannot trace that."""
     widths = weight_EOI.shape[1:]
-    return (
-        x_SI.dtype in (torch.float32, torch.bfloat16) and not x_SI.is_meta and not any(n % 8 for n in widths)
-    )
+    is_traced = torch.compiler.is_compiling() and torch.__version__.startswith("2.11.")
+    dtypes = (torch.bfloat16,) if is_traced else (torch.float32, torch.bfloat16)
+    return x_SI.dtype in dtypes and not x_SI.is_meta and not any(n % 8 for n in widths)
 
 
 def _numbers(x_SI: Tensor, ends_E: Tensor) -> list[int]:
