@@ -123,13 +123,21 @@ class Pricer:
     ) -> None:
         self.shape, self.training, self.hardware = shape, training, hardware
         self.uneven = uneven
+        self.prices = (shape, training, hardware, uneven)
         self._known: dict[tuple[Choices, Part, int], tuple[StepShape, Activations, Passes]] = {}
+        self._priced: dict[tuple[Strategy, Mesh, Choices, bool], Candidate] = {}
+        self._bounds: dict[tuple[Mesh, Choices], tuple[float, int]] = {}
 
     def candidate(self, strategy: Strategy, mesh: Mesh, choices: Choices, *, asked: bool) -> Candidate:
         """With the cheaper exchange of keys and values, unless one is asked for."""
-        layout = replace(layout_of(strategy, mesh, choices.communication), schedule=self.training.schedule)
-        layouts = [replace(layout, context_exchange=way) for way in self._exchanges(mesh)]
-        return cheaper([self._candidate(strategy, one, choices, asked=asked) for one in layouts])
+        key = strategy, mesh, choices, asked
+        if key not in self._priced:
+            layout = layout_of(strategy, mesh, choices.communication)
+            layout = replace(layout, schedule=self.training.schedule)
+            layouts = [replace(layout, context_exchange=way) for way in self._exchanges(mesh)]
+            ways = [self._candidate(strategy, one, choices, asked=asked) for one in layouts]
+            self._priced[key] = cheaper(ways)
+        return self._priced[key]
 
     def _exchanges(self, mesh: Mesh) -> tuple[ContextExchange, ...]:
         asked = self.training.context_exchange
@@ -208,6 +216,11 @@ class Pricer:
     def bounds(self, mesh: Mesh, choices: Choices) -> tuple[float, int]:
         """Seconds and bytes that no candidate is below which differs from this in its data axes alone (of as
         many data ranks). Of a pipeline's ranks those of the one with the most blocks."""
+        if (mesh, choices) not in self._bounds:
+            self._bounds[mesh, choices] = self._least(mesh, choices)
+        return self._bounds[mesh, choices]
+
+    def _least(self, mesh: Mesh, choices: Choices) -> tuple[float, int]:
         fullest = max(self._parts(mesh), key=lambda part: part.num_blocks or 0)
         step, activations, step_passes = self._on_one_rank(choices, mesh, fullest)
         step_passes = self._packed(mesh, choices, step_passes)

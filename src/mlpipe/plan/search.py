@@ -3,7 +3,8 @@ fit, or may be slower than they are by more than the model's own error.
 
 Of each way to lay out the axes that share samples (a `Point`) two bounds hold for every layout of the data
 axes around it: computing and these axes' own communication take at least so long, and activations with states
-that are split over all ranks need at least so many bytes. Points are tried from the least time on; when the
+that are split over all ranks need at least so many bytes. Recomputing more takes no less
+time: what is too slow without is not looked at with it. Points are tried from the least time on; when the
 next one's bound is above what is found, all that is left is. So pruning loses nothing. Standard library only.
 """
 
@@ -112,14 +113,19 @@ def search(
     prune: bool = True,
 ) -> SearchResult:
     """What may be chosen instead of `data_parallel`, the candidates without other axes. `points`: meshes with
-    their choices. `prune`: off for the test that it loses nothing."""
+    their choices, those that recompute less first. `prune`: off for the test that it loses nothing."""
     result = SearchResult()
     limit = _limit(data_parallel)
     queue: list[Point] = []
     for mesh, choices in points:
+        slow: set[int] = set()  # micro-batches
         for each in choices:
+            if each.micro_batch in slow:
+                continue
             seconds, num_bytes = pricer.bounds(mesh, each)
             result.num_points += 1
+            if prune and seconds > limit * ROOM_WINDOW:
+                slow.add(each.micro_batch)
             for axis in ("pp", "cp", "tp", "ep"):
                 if getattr(mesh, axis) > 1:
                     result.bounds[axis] = min(seconds, result.bounds.get(axis, math.inf))
