@@ -13,6 +13,12 @@ import torch.distributed as dist
 from mlpipe.train import session, worker
 
 
+def _first() -> torch.device:
+    first = torch.device("cuda", 0)
+    torch.zeros(1, device=first)  # else a DeviceMesh takes the local rank's
+    return first
+
+
 def main() -> int:
     meet = dist.init_process_group
 
@@ -20,7 +26,7 @@ def main() -> int:
         meet("gloo", **more)
 
     vars(dist)["init_process_group"] = by_gloo
-    session.Session._device = lambda self: torch.device("cuda", 0)  # type: ignore[method-assign]
+    session.Session._device = lambda self: _first()  # type: ignore[method-assign]
     return worker.main()
 
 

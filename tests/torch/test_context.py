@@ -38,7 +38,8 @@ from mlpipe.plan.time import passes
 from mlpipe.plan.wire import Wire
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.model import BuiltModel, LossModule
-from mlpipe.train.models.llama import Llama, RMSNorm, causal_attention
+from mlpipe.train.models.attention import causal_attention
+from mlpipe.train.models.llama import Llama, RMSNorm
 from mlpipe.train.parallel import context, ring_attention
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 from mlpipe.train.parallel.context_attention import RANKS, context_attention

@@ -74,8 +74,10 @@ def _compiled() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Ten
 
 
 def loss_of_rows(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a chunk, and its fp32 logarithms of probabilities."""
-    log_probs = F.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
+    """Of a chunk, and its fp32 logarithms of probabilities; without gradients."""
+    exact = logits_NV.float()
+    # a copy is overwritten: of bf16, `dtype=torch.float32` makes one and keeps it beside what comes out
+    log_probs = torch.log_softmax(exact, dim=-1, out=None if exact is logits_NV else exact)
     return F.nll_loss(log_probs, targets_N, ignore_index=IGNORED, reduction="sum"), log_probs
 
 
@@ -115,6 +117,7 @@ class _CrossEntropy(torch.autograd.Function):
             total += loss
             if grad_NV is not None:
                 grad_NV[start : start + rows] = gradient_of_rows(log_probs, targets, scale)
+            del log_probs  # before there are those of the next chunk
         ctx.save_for_backward(grad_NV)
         return total
 

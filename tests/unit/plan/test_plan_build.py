@@ -274,7 +274,10 @@ def test_auto_takes_the_fastest_that_fits() -> None:
             continue
         train = train_of(pipeline, small)
         chosen = next(c for c in fits if (c.strategy, c.mesh) == (train.strategy, train.mesh))
-        assert min(c.step_seconds for c in fits) >= chosen.step_seconds / 1.02
+        fastest = min(fits, key=lambda c: c.step_seconds)
+        assert fastest.memory is not None
+        within = 1.05 if fastest.memory.total > 0.92 * small.memory_bytes else 1.02
+        assert fastest.step_seconds >= chosen.step_seconds / within
         assert train.reason.startswith(f"{chosen.strategy}: needs ")
         seen.append(train.strategy)
     assert seen[-1] is None

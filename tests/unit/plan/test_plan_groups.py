@@ -95,14 +95,14 @@ def test_a_card_without_bf16_sets_the_precision_of_all_and_what_fits_nowhere_say
 
 
 IN_FILE = (
-    "train.resources=[{nodes: 2, gpus_per_node: 8, gpu: H100-80GB}, {nodes: 4, gpus_per_node: 8, gpu: %s}]"
+    "train.resources=[{nodes: 2, gpus_per_node: 8, gpu: H200}, {nodes: 4, gpus_per_node: 8, gpu: %s}]"
 )
 
 
 def test_groups_in_the_file_are_planned_as_asked_for_and_the_plan_says_what_each_does():
     """The trainer deals a batch by the speeds that the plan has, as the plan says."""
     pipeline = pipeline_of("llm", IN_FILE % "A100-80GB")
-    plan, asked = plan_of(pipeline, "train"), mixed(PIPELINE, "2xH100-80GB,4xA100-80GB")
+    plan, asked = plan_of(pipeline, "train"), mixed(PIPELINE, "2xH200,4xA100-80GB")
     train, launch = plan.work.training, plan.launch
     assert train.groups == asked.groups
     assert (train.strategy, train.communication) == (asked.strategy, "resident")
@@ -114,8 +114,8 @@ def test_groups_in_the_file_are_planned_as_asked_for_and_the_plan_says_what_each
     assert sum(counts[:16]) == fast.share_ratio * train.global_batch
     assert train.group_of(15) is fast
     assert train.group_of(16) is train.group_of(47) is slow
-    assert train.activation_checkpointing == "full", "what most is computed again, for what goes by it"
-    assert {fast.activation_checkpointing, slow.activation_checkpointing} == {"full", "selective"}
+    assert train.activation_checkpointing == "selective", "what most is computed again, for what goes by it"
+    assert {fast.activation_checkpointing, slow.activation_checkpointing} == {"none", "selective"}
     assert train.micro_batch == min(fast.micro_batch, slow.micro_batch)
     assert train.predicted.step_seconds == pytest.approx(asked.step_seconds, rel=1e-4)
     assert train.peak_flops == pytest.approx((989.4e12 + 2 * 312e12) / 3, rel=0.01), "their mean, for the MFU"

@@ -49,9 +49,10 @@ def test_saved_activations_by_hand() -> None:
 
     norm = 4 * 4 + 4 * 4
     block = 2 * norm + 4 * (4 + 4 + 2 + 2) + 4 * (4 * 6)
-    assert saved("fp32") == 2 * block + norm
+    assert saved("fp32", device="cpu") == 2 * block + norm + 5 * 4 * 4
+    repeated = 4 * (2 + 2)  # keys and values, for a kernel that knows no groups
+    assert saved("fp32") == 2 * (block + repeated) + norm
     assert saved("fp32", num_tokens=7) == 7 * saved("fp32")
-    assert saved("fp32", device="cpu") == saved("fp32") + 5 * 4 * 4
     assert saved("fp32", checkpointing="full") == 2 * (4 * 4) + norm
     assert saved("fp32", checkpointing="selective") == 2 * (4 * 4 + 4 * (3 * 4 + 2 + 6)) + norm
     assert saved("bf16", checkpointing="selective") == 2 * (4 * 4 + 2 * (3 * 4 + 2 + 6)) + 24
@@ -89,7 +90,7 @@ def test_what_a_backward_pass_brings_back_by_hand() -> None:
     assert of("cpu", "none") == (0, new)
     assert of("cpu", "none", num_tokens=5) == (0, 5 * new)
     assert of("cuda", "none") == (0, 0)
-    assert of("cuda", "full") == (block, new)
+    assert of("cuda", "full") == (block + 4 * (2 + 2), new)  # each query head has keys and values of its own
     assert of("cpu", "full") == (block + 2 * 16, new)  # norms are not fused there
     assert of("cpu", "full", num_tokens=3) == (3 * (block + 2 * 16), 3 * new)
     low = (2 * 24 + 2 * (4 + 4 + 2 + 2) + 2 * 24, 2 * 2 * 6 + 16)
@@ -97,12 +98,12 @@ def test_what_a_backward_pass_brings_back_by_hand() -> None:
 
 
 def test_logits_by_hand() -> None:
-    assert activations(Dense(TINY), 8).logit_bytes == 2 * 4 * 80 + 8 * 80
+    assert activations(Dense(TINY), 8).logit_bytes == 2 * 4 * 80 + 4 * 80
     small = Dense(PRESETS["llama-8m"])
     at_once = activations(small, 8192, "bf16").logit_bytes
-    assert at_once == 2 * 2 * 8192 * small.config.vocab_size + 8 * 2**18
+    assert at_once == 2 * 2 * 8192 * small.config.vocab_size + 4 * 2**18
     big = activations(Dense(PRESETS["llama-8b"]), 8192, "bf16", "cuda").logit_bytes
-    assert big == 2 * 2 * 8192 * 128_256 + 8 * 2**27
+    assert big == 2 * 2 * 8192 * 128_256 + 4 * 2**27
 
 
 def test_tensors_that_passes_make() -> None:

@@ -84,26 +84,28 @@ class Dense:
 
     def activations(self, step: StepShape, device: str, *, adapted: bool = False) -> Activations:
         """With attention that stores no T x T matrix. Logits and their gradient lie in the compute dtype, and
-        besides the fp32 log-probabilities of the chunk that `train/loss.py` works on, with one copy.
+        besides the fp32 log-probabilities of the chunk that `train/loss.py` works on.
         With `loss: fused` they are never whole: what is kept are the gradients of the head's input and of its
         weights, under bf16 and fp16 beside a chunk's product before it is added to these.
         `adapted`: norms and head are not trained, and keep nothing for gradients of their own."""
         config, mode, width = self.config, step.checkpointing, COMPUTE_BYTES[step.precision]
         part, num_blocks = step.part, self._num_blocks(step.part)
         norms = "cuda" if adapted else device  # of which a fused one keeps no more in any case
-        norm, block = self._saved(step, norms, mode)
-        again = self._saved(step, norms, "none")[1] if mode != "none" else []
+        # of a GPU's fp32, whose kernel knows no groups: each query head has keys and values of its own
+        apart = device == "cuda" and step.precision == "fp32"
+        kv_dim = config.q_dim if apart else config.kv_dim
+        norm, block = self._saved(step, norms, mode, kv_dim)
+        again = self._saved(step, norms, "none", kv_dim)[1] if mode != "none" else []
         # At the product of the MLP, whose two factors' gradients are new while what came in has not been
         # freed, and the residual stream's. Without recomputation a GPU's logits are larger than these.
         backward = 2 * width * self._ffn_channels + 4 * config.dim if mode != "none" or device == "cpu" else 0
         num_logits = step.num_tokens * config.vocab_size // part.tp if part.is_last else 0
         kept_logits = width * num_logits
-        logit_bytes = 2 * kept_logits + 8 * min(num_logits, LOSS_CHUNK_ELEMENTS[device])
+        logit_bytes = 2 * kept_logits + 4 * min(num_logits, LOSS_CHUNK_ELEMENTS[device])
         if step.fused_head:
             kept_logits = config.dim * (width * step.num_tokens + 4 * config.vocab_size)
             chunk, low = min(num_logits, HEAD_CHUNK_ELEMENTS[device]), width < 4
-            # of logits in few bits a CPU makes an fp32 copy first
-            losses = (width + (8 if low and device == "cpu" else 4)) * chunk
+            losses = (width + 4) * chunk
             products = 4 * chunk + low * width * (chunk + config.dim * config.vocab_size)
             logit_bytes = kept_logits + max(losses, products)
         made = [(num_blocks * number, size) for number, size in self._made(step)]
@@ -184,7 +186,9 @@ class Dense:
     def _num_blocks(self, part: Part) -> int:
         return self.config.num_layers if part.num_blocks is None else part.num_blocks
 
-    def _saved(self, step: StepShape, device: str, checkpointing: str) -> tuple[list[int], list[int]]:
+    def _saved(
+        self, step: StepShape, device: str, checkpointing: str, kv_dim: int
+    ) -> tuple[list[int], list[int]]:
         """Bytes a token of each tensor that autograd saves of a norm, and of a block. Of a norm: its input
         (fp32, the residual stream), its output, and on CPU, where it is not fused, the normalised input. Of a
         block: two norms; rotated q and k, v and the attention's output; gate, up, silu(gate) and their
@@ -192,7 +196,7 @@ class Dense:
         of every rank read whole (Korthikanti et al. 2022, section 4.2.2, who gather them once more
         instead)."""
         width, dim, tp = COMPUTE_BYTES[step.precision], self.config.dim, step.part.tp
-        q_dim, kv_dim = self.config.q_dim, self.config.kv_dim
+        q_dim = self.config.q_dim
         norm = [4 * dim // tp, width * dim] + ([4 * dim // tp] if device == "cpu" else [])
         if checkpointing == "none":
             split = [*2 * [width * q_dim], *2 * [width * kv_dim]]

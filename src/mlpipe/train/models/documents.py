@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mlpipe.train.models.attention import causal_attention
+
 _GQA = "enable_gqa"
 
 
@@ -30,7 +32,6 @@ class Documents:
     def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor) -> Tensor:
         """Causal, within each sample: (B, H, T, C). On CUDA in one kernel, but for fp32 and odd widths, which
         it does not take; else sample by sample, twice as fast on a CPU as a mask over the whole row."""
-        grouped = q_BHTC.shape[1] != k_BKTC.shape[1]
         if q_BHTC.is_cuda and q_BHTC.dtype != torch.float32 and not q_BHTC.shape[-1] % 8:
             from torch.nn.attention.varlen import varlen_attn
 
@@ -38,14 +39,11 @@ class Documents:
             longest = q_BHTC.shape[2]  # at the most
             borders = self.borders, self.borders, longest, longest
             # torch 2.11 shares heads unasked, and knows no word for it
+            grouped = q_BHTC.shape[1] != k_BKTC.shape[1]
             asked: dict[str, Any] = {_GQA: grouped} if _GQA in varlen_attn.__kwdefaults__ else {}
             y_THC: Any = varlen_attn(q_THC, k_TKC, v_TKC, *borders, window_size=(-1, 0), **asked)
             return y_THC.transpose(0, 1)[None]
         if self.lengths is None:
             self.lengths = self.lengths_N.tolist()
         parts = (x.split(self.lengths, dim=2) for x in (q_BHTC, k_BKTC, v_BKTC))
-        attended = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-            for q, k, v in zip(*parts, strict=True)
-        ]
-        return torch.cat(attended, dim=2)
+        return torch.cat([causal_attention(q, k, v) for q, k, v in zip(*parts, strict=True)], dim=2)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlpipe._core.presets import LlamaConfig
+from mlpipe.train.models.attention import causal_attention
 from mlpipe.train.models.documents import Documents
 
 
@@ -70,12 +71,6 @@ def rotate(x_BTHC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns channel i against channel i + C/2 ("rotate half"), in fp32; dtype and shape of the input."""
     left, right = x_BTHC.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_BTHC.dtype)
-
-
-def causal_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor) -> Tensor:
-    """Each group of H / K query heads shares a key/value head."""
-    grouped = q_BHTC.shape[1] != k_BKTC.shape[1]
-    return F.scaled_dot_product_attention(q_BHTC, k_BKTC, v_BKTC, is_causal=True, enable_gqa=grouped)
 
 
 class Attention(nn.Module):

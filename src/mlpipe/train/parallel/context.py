@@ -14,7 +14,8 @@ from mlpipe._core.errors import TrainError
 from mlpipe._core.meshes import uneven_context
 from mlpipe.plan.plan import ContextExchange, TrainPlan
 from mlpipe.train.model import Batch
-from mlpipe.train.models.llama import Attention, Llama, causal_attention
+from mlpipe.train.models.attention import causal_attention
+from mlpipe.train.models.llama import Attention, Llama
 from mlpipe.train.parallel.context_attention import RANKS, context_attention
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup
