@@ -113,12 +113,12 @@ def raising(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-def batch(folder: Path, kept: Any = None, number: int = 3) -> arrays.ArrayBatch:
+def batch(folder: Path, kept: Any = None, number: int = 3, state: Any = "running") -> arrays.ArrayBatch:
     asked = trials(folder, {"stages.fit.train.optimizer.lr": [0.1, 0.2, 0.3][:number]})
     text = arrays.script_of("s", asked, 2, ahead)
     meta = {"folder": str(folder), **({"batch": kept} if kept else {})}
-    state = replace(state_of(folder), meta=meta)
-    return arrays.ArrayBatch(state, str(folder), text, asked, lambda text: None)
+    sweep = replace(state_of(folder), state=state, meta=meta)
+    return arrays.ArrayBatch(sweep, str(folder), text, asked, lambda text: None)
 
 
 def test_an_array_is_sent_once_and_a_trial_that_is_cancelled_in_it_will_not_begin(
@@ -172,6 +172,40 @@ def test_a_trial_begins_nowhere_else_while_slurm_does_not_say_what_became_of_the
     assert "sweep.max_parallel" in again.waiting()["000"]
     cluster.jobs.clear()
     assert arrays.ArrayBatch(state, str(tmp_path), None, (), lambda text: None).waiting() == {}
+
+
+def test_a_stop_takes_tasks_back_at_once_and_does_not_ask_slurm_at_each_look(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C leaves nobody who would do so later."""
+    monkeypatch.setattr(arrays, "FIRST_POLL_SECONDS", 3600.0)
+    looks: list[str] = []
+    monkeypatch.setattr(client, "jobs", lambda prefix: looks.append(prefix) or list(cluster.jobs))
+    one = batch(tmp_path)
+    one.waiting()
+    assert [one.cancel(but=["000"]) for _ in range(3)] == [False] * 3
+    assert cluster.cancelled == ["1_1", "1_2"]
+    assert len(looks) == 2
+
+
+def test_what_a_stop_took_back_is_sent_again_once_it_has_ended(tmp_path: Path, cluster: Cluster) -> None:
+    """Resumed while a task that had begun still ends: squeue tells of the others no more."""
+    one = batch(tmp_path)
+    one.waiting()
+    cluster.now("1_0", "COMPLETING")
+    cluster.jobs = cluster.jobs[:1]
+    again = batch(tmp_path, one.meta(), state="cancelled")
+    for _ in range(4):
+        assert set(again.waiting()) == {"000", "001", "002"}
+    assert len(cluster.sent) == 1
+    cluster.now("1_0", "CANCELLED")
+    again.waiting()
+    assert len(cluster.sent) == 2
+    assert again.waiting()["002"]
+    assert not again.gone(), "nobody cancelled them but the sweep"
+    task = again.trial("002")
+    assert task is not None
+    assert task["job"] == "2_2"
 
 
 def test_what_slurm_refuses_as_an_array_is_submitted_one_by_one(tmp_path: Path, cluster: Cluster) -> None:

@@ -35,6 +35,7 @@ from mlpipe.plan.hardware import machine_memory_bytes
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import leases, registry, runs, sweeps
 from mlpipe.store.folder import FolderStore
+from mlpipe.store.outcome import AttemptOutcome, write_outcome
 from mlpipe.store.runs import RunState, StageState
 from mlpipe.submit import backends, driver
 from mlpipe.submit.executor import StopRequest
@@ -429,6 +430,24 @@ def test_a_stop_takes_back_what_has_not_begun_with_and_without_a_controller(stor
     assert cancel_sweep(store, "s", "by hand", timeout_seconds=300).state == "cancelled"
     assert len(there.cancelled) == 2
     assert there.fresh[1] == ["001", "002"]
+    # 001 had begun there before it was taken back, and had no driver yet: it goes on as the others do
+    write_outcome(store, "runs/s-001/stages/fit/attempt-1/outcome.json", AttemptOutcome("saved"))
+    there.waits.clear()
+    Simulated.go.set()
+    assert drive(store).state == "done"
+    assert [runs.read_run(store, f"s-00{n}").stages["fit"].attempt for n in range(3)] == [3, 2, 1]
+
+
+def test_a_second_signal_does_not_leave_before_what_has_not_begun_is_taken_back(store, tmp_path, monkeypatch):
+    made(store, tmp_path, {"seed": "0..2"}, max_parallel=1)
+    there, stop = Given(monkeypatch, ["000", "001", "002"]), StopRequest()
+
+    def watch(sweep: RunState) -> None:
+        stop.request("interrupted", "stopped by SIGINT")
+        raise KeyboardInterrupt
+
+    assert drive(store, stop=stop, watch=watch).state == "cancelled"
+    assert len(there.cancelled) == 2
 
 
 def test_cancel_without_a_controller_stops_the_trials_and_a_resume_brings_them_back(store, tmp_path):

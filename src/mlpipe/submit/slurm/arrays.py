@@ -125,9 +125,10 @@ class ArrayBatch:
         kept = sweep.meta.get("batch", {"name": "", "trials": {}})
         self._name: str = kept["name"]
         self._trials: dict[str, list[str]] = dict(kept["trials"])  # by the comment of their array
+        self._own = comment(script) if script is not None else ""
         if script is not None:
             self._name = name_of(script)
-            self._trials[comment(script)] = list(trials)
+            self._trials[self._own] = list(trials)
         self._script, self._note = script, note
         self._output, self._folder = output_of(store_url, sweep.run_id), working_folder(sweep)
         self._number: str | None = None  # the array's own id, once it is known
@@ -135,7 +136,9 @@ class ArrayBatch:
         self._waiting = {name: "" for names in self._trials.values() for name in names}  # until a look
         self._missed: set[str] = set()
         self._gone: dict[str, str] = {}
-        self._was_sent = self._is_over = False
+        self._was_sent = self._is_over = self._is_stopping = self._is_rid = False
+        self._driven = [name for name, trial in sweep.stages.items() if trial.state == "running"]
+        self._was_stopped = sweep.state == "cancelled"  # and of what it took back some may be ending
         self._look_at, self._pause = 0.0, FIRST_POLL_SECONDS
 
     def meta(self) -> Mapping[str, Any]:
@@ -163,15 +166,21 @@ class ArrayBatch:
         return {"job": job, "name": self._name, "comment": self._known_by, "output": output}
 
     def cancel(self, but: Collection[str]) -> bool:
+        if not self._is_stopping:  # at once, however far off the next look is
+            self._is_stopping, self._look_at = True, 0.0
         self._is_over = True
-        try:
-            alive = [job for job in self._jobs() if not job.has_ended and _trial(job) not in but]
-            waits = [job.id for job in alive if job.state != "COMPLETING"]
-            if waits and time.monotonic() >= self._look_at:
-                self._look_at = time.monotonic() + FIRST_POLL_SECONDS
-                client.cancel(*waits)
-        except SubmitError:
-            return False
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + FIRST_POLL_SECONDS
+            try:
+                self._is_rid = self._end(but)
+            except SubmitError:
+                self._is_rid = False
+        return self._is_rid
+
+    def _end(self, but: Collection[str]) -> bool:
+        alive = [job for job in self._jobs() if not job.has_ended and _trial(job) not in but]
+        if ends := [job.id for job in alive if job.state != "COMPLETING"]:
+            client.cancel(*ends)
         return not alive
 
     def _jobs(self) -> list[Job]:
@@ -181,6 +190,12 @@ class ArrayBatch:
 
     def _look(self) -> None:
         """After a lost answer the array is looked for before another one is sent."""
+        if self._was_stopped:  # its tasks were not cancelled by anybody else
+            if not self._end(self._driven):
+                self._waiting = dict.fromkeys(self._waiting, "tasks that its sweep took back have not ended")
+                return
+            self._was_stopped = False
+            self._trials = {key: names for key, names in self._trials.items() if key == self._own}
         jobs = self._jobs()
         alive = [job for job in jobs if not job.has_ended]
         if self._number is None:

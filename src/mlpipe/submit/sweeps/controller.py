@@ -23,6 +23,7 @@ from mlpipe.observe.measured import CurveFollower, metrics_of, value_at, value_o
 from mlpipe.spec.sweep import DEFAULT_ETA
 from mlpipe.store import leases, runs, sweeps
 from mlpipe.store.base import Store
+from mlpipe.store.outcome import read_outcome
 from mlpipe.store.runs import RunState, RunStatus, StageState
 from mlpipe.submit import backends, seal
 from mlpipe.submit.adopt import DriveRequest, record
@@ -86,7 +87,7 @@ def drive_sweep(
         if former.state in runs.RUN_ENDED and not (again or waits or lacks):
             return former
         runs.reopen(store, sweep_id, (), again=again)
-        return _Controller(store, submission, lease, stop, console, promotes).run(watch)
+        return _Controller(store, submission, lease, stop, console, promotes, former.state).run(watch)
 
 
 def _waits_again(store: Store, sweep: RunState) -> list[str]:
@@ -113,6 +114,10 @@ def _cancelled(run: RunState, why: str) -> RunState:
     return replace(run, state="cancelled", message=why, stages=stages)
 
 
+def _stopped_in(run: RunState, stage: str, how: StageState) -> RunState:
+    return replace(run, state="cancelled", message=how.message, stages={**run.stages, stage: how})
+
+
 def _rungs(submission: Submission) -> list[int]:
     """Of the pipeline's training, as the file has it."""
     sweep = sweep_of(submission)
@@ -129,8 +134,10 @@ class _Controller:
         stop: StopRequest,
         console: Console,
         promotes: bool,
+        left_as: RunStatus,
     ) -> None:
-        self._promotes = promotes
+        """`left_as`: by the controller before us."""
+        self._promotes, self._left_as = promotes, left_as
         self._store, self._console = store, console
         self._submission, self._lease, self._stop = submission, lease, stop
         self._sweep, self._id = sweep_of(submission), submission.run_id or ""
@@ -207,7 +214,8 @@ class _Controller:
                 values = sweeps.values_of(self.state, name)
                 fresh[name] = trial_submission(self._submission, self._id, name, values)
         most = self._sweep.max_parallel
-        self._batch = batch = self._backend.batch(self._store, self.state, fresh, most, self._console.note)
+        sweep = replace(self.state, state=self._left_as)
+        self._batch = batch = self._backend.batch(self._store, sweep, fresh, most, self._console.note)
         if batch is not None:  # before any of it is sent
             self._is_rid = False
             self._update(lambda run: replace(run, meta={**run.meta, "batch": batch.meta()}))
@@ -309,7 +317,18 @@ class _Controller:
             stages = [stage.name for stage in submission.pipeline.stages]
             more = {"batch": begun} if begun is not None else {}
             record(self._store, self._backend, submission, stages, sweep=self._id, **more)
+            if self._left_as == "cancelled":
+                self._note_saved(submission.run_id or "", stages)
         return submission
+
+    def _note_saved(self, run_id: str, stages: list[str]) -> None:
+        """Of a trial that the batch began, and the sweep's stop ended before it had a driver: as if it had
+        had one, it goes on in another attempt."""
+        for name in stages:
+            outcome = read_outcome(self._store, f"runs/{run_id}/stages/{name}/attempt-1/outcome.json")
+            if outcome is not None and (outcome.outcome == "saved" or outcome.kind == "cancelled"):
+                stopped = StageState("cancelled", attempt=1, message=STOPPED)
+                runs.update_run(self._store, run_id, partial(_stopped_in, stage=name, how=stopped))
 
     def _follow(self, name: str) -> None:
         following = self._following[name]
@@ -425,13 +444,15 @@ class _Controller:
     def _stop_at_once(self) -> None:
         """Drivers on this machine: the second signal. Elsewhere trials have been asked to save, and will."""
         deadline = time.monotonic() + _AT_ONCE_SECONDS
-        if self._batch is not None:
-            self._batch.cancel(self._following)
         while True:
+            if self._batch is not None:
+                self._is_rid = self._batch.cancel(self._following)
             with suppress(StoreError):  # the signal reaches those on this machine without a store
                 for name, following in self._following.items():
                     self._ask_to_stop(name, following, STOPPED)
-            if not self._following or self._backend.has_own_driver or time.monotonic() > deadline:
+            if (self._backend.has_own_driver or not self._following) and self._is_rid:
+                return
+            if time.monotonic() > deadline:
                 return
             for following in self._following.values():
                 lease = following.run.driver
