@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -14,13 +16,21 @@ from mlpipe._core.errors import Interrupt
 if TYPE_CHECKING:
     from mlpipe.submit.executor import StopRequest
 
+_AT_ONCE_SECONDS = 10.0  # in which a process that stops at once ends what it began, and says so
+
 
 @contextmanager
 def heard(signals: Sequence[signal.Signals], stop: StopRequest) -> Iterator[None]:
-    """Within, one of `signals` asks `stop` once; a second one interrupts."""
+    """Within, one of `signals` asks `stop` once; a second one interrupts. Whoever ends a process
+    may repeat SIGTERM until it has ended: that does not interrupt what the second one began."""
+    interrupted = -math.inf
 
     def handle(number: int, _: FrameType | None) -> None:
+        nonlocal interrupted
         if stop.kind is not None:
+            if number == signal.SIGTERM and time.monotonic() - interrupted < _AT_ONCE_SECONDS:
+                return
+            interrupted = time.monotonic()
             raise Interrupt
         name = signal.Signals(number).name
         stop.request("interrupted" if number == signal.SIGINT else "cancelled", f"stopped by {name}")

@@ -130,8 +130,9 @@ class Backend(ABC):
         note: Callable[[str], None],
     ) -> Batch | None:
         """Of a sweep whose trials it starts by itself, `most` at a time: of those that an earlier controller
-        gave it (`sweep.meta["batch"]`; `sweep.state`: as that one left it), and `trials`, by name, which nobody
-        has begun. Sends nothing yet. `note` hears why there is none. None: each trial is started by its driver."""
+        gave it (`sweep.meta["batch"]`, and `sweep.state`, as that one left it), and `trials`, by name, which
+        nobody has begun. Sends nothing yet. `note` hears why there is none. None: each trial is started by
+        its driver."""
         return None
 
     # Its driver
