@@ -68,16 +68,26 @@ def _together(store: Store, plan: Plan, node: GangNode, stop: _StopSignal, folde
 
 
 class _StopSignal:
+    """The command's handle hears it at once: where all processes are signalled, as on Slurm, a command may
+    end well in that moment, and is not done for that."""
+
     def __init__(self) -> None:
         self.requested: float | None = None  # monotonic
+        self.handle: ThreadedHandle | None = None
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
-        self.requested = self.requested or time.monotonic()
+        if self.requested is None:
+            self.requested = time.monotonic()
+            if self.handle is not None:
+                self.handle.terminate()
 
 
 def _follow(handle: ThreadedHandle, log: Path, stop: _StopSignal, shutdown_seconds: float) -> Ended:
     """The stage's own timeout is its driver's to watch, and the pod's deadline."""
-    position, terminated, killed = 0, False, False
+    position, killed = 0, False
+    stop.handle = handle
+    if stop.requested is not None:
+        handle.terminate()
     while True:
         ended = handle.poll()
         if log.exists():
@@ -86,10 +96,7 @@ def _follow(handle: ThreadedHandle, log: Path, stop: _StopSignal, shutdown_secon
                 position += sys.stdout.buffer.write(file.read())
                 sys.stdout.buffer.flush()
         if ended is not None:
-            return ended if terminated else _told_together(ended, stop)
-        if stop.requested is not None and not terminated:
-            handle.terminate()
-            terminated = True
+            return _told_together(ended, stop)
         if stop.requested is not None and not killed and time.monotonic() - stop.requested > shutdown_seconds:
             handle.kill()
             killed = True
@@ -98,9 +105,10 @@ def _follow(handle: ThreadedHandle, log: Path, stop: _StopSignal, shutdown_secon
 
 def _told_together(ended: Ended, stop: _StopSignal) -> Ended:
     """As Slurm does: whoever signals every process of a job stops its command, which has not failed."""
-    if ended.state != "failed":
+    if ended.state != "failed" or ended.exit_code is None:
         return ended
-    time.sleep(_POLL_SECONDS)  # the command may have heard it first
+    if stop.requested is None:
+        time.sleep(_POLL_SECONDS)  # the command may have heard it first
     if stop.requested is None:
         return ended
     return replace(

@@ -69,10 +69,10 @@ def test_a_cancel_ends_all_of_them(cli: Cli):
 class Pods:
     """Of one attempt of a gang: PID 1 of each, as on a cluster."""
 
-    def __init__(self, folder: Path, script: str) -> None:
+    def __init__(self, folder: Path, script: str, num_nodes: int = 2) -> None:
         self.folder, self.store = folder, FolderStore(folder / "store")
         plan = stage_plan("r", "a", work=CommandPlan(tuple(shell(script))))
-        launch = replace(plan.launch, num_nodes=2, nproc_per_node=1)
+        launch = replace(plan.launch, num_nodes=num_nodes, nproc_per_node=1)
         self.plan = replace(plan, store_url=str(folder / "store"), launch=launch)
         (folder / "plan.json").write_text(self.plan.to_json())
 
@@ -145,3 +145,13 @@ def test_another_node_that_is_done_makes_no_stage_that_is(tmp_path):
     assert outcomes_of(pods.store, pods.plan) == []
     write_outcome(pods.store, f"{pods.plan.attempt_key}/outcome.json", AttemptOutcome("done"))
     assert len(outcomes_of(pods.store, pods.plan)) == 1
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_command_that_is_signalled_with_its_pod_and_ends_well_is_not_done(tmp_path, num_nodes):
+    """As Slurm signals every process of a job: what it has made is half of it."""
+    pods = Pods(tmp_path, 'touch "$1/half"; kill -TERM $PPID; exit 0', num_nodes)
+    index = num_nodes - 1
+    assert pods.start(index).wait(300) == 5
+    assert pods.outcome(index).kind == "cancelled"
+    assert not pods.committed
