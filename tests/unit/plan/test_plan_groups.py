@@ -94,9 +94,7 @@ def test_a_card_without_bf16_sets_the_precision_of_all_and_what_fits_nowhere_say
         mixed(PIPELINE, "1xH100-80GB,900xA100-80GB")
 
 
-IN_FILE = (
-    "train.resources=[{nodes: 2, gpus_per_node: 8, gpu: H200}, {nodes: 4, gpus_per_node: 8, gpu: %s}]"
-)
+IN_FILE = "train.resources=[{nodes: 2, gpus_per_node: 8, gpu: H200}, {nodes: 4, gpus_per_node: 8, gpu: %s}]"
 
 
 def test_groups_in_the_file_are_planned_as_asked_for_and_the_plan_says_what_each_does():
