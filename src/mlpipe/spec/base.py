@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, cast, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -47,19 +49,64 @@ class SpecModel(BaseModel):
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if _built.get() is cls:
             return handler(source)
-        name = f"{cls.__module__}.{cls.__qualname__}:{id(cls)}"  # as pydantic's own, for the JSON Schema
-        return core_schema.no_info_plain_validator_function(
-            lambda value: cls.__pydantic_validator__.validate_python(value), ref=name
-        )
+        return _apart(lambda: cls, f"{cls.__module__}.{cls.__qualname__}:{id(cls)}")  # as pydantic's own name
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        if schema["type"] == "function-plain":
-            cls.model_rebuild()
-            schema = cls.__pydantic_core_schema__
-        return handler(schema)
+        return handler(schema if schema["type"] != "function-plain" else _whole(cls))
+
+
+class OnNeed:
+    """Stands in annotations for a class of mappings that is not made before the first of them comes; see
+    `on_need`."""
+
+    name: str
+    load: Callable[[], type[SpecModel]]
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return _apart(cls.load, f"{cls.name}:{id(cls)}")
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return handler(_whole(cls.load()))
+
+
+def on_need(name: str, load: Callable[[], type[SpecModel]]) -> Any:
+    """The type of mappings of the class `name`, which `load` makes, or imports."""
+    return type(name, (OnNeed,), {"name": name, "load": staticmethod(cache(load))})
+
+
+def model_of(annotation: Any) -> type[BaseModel] | None:
+    """The class of the mappings that it allows; None: it is not of one class of them."""
+    if not isinstance(annotation, type) or get_origin(annotation) is not None:
+        return None
+    if issubclass(annotation, OnNeed):
+        return annotation.load()
+    return annotation if issubclass(annotation, BaseModel) else None
+
+
+def _apart(load: Callable[[], type[SpecModel]], name: str) -> CoreSchema:
+    """Of a mapping within another one: its own validator, whatever that is by then. `name`: in the JSON
+    Schema."""
+    return core_schema.no_info_plain_validator_function(
+        lambda value: load().__pydantic_validator__.validate_python(value), ref=name
+    )
+
+
+def _whole(model: type[SpecModel]) -> CoreSchema:
+    """For the JSON Schema, where it has the name of what stands for it."""
+    model.model_rebuild()
+    schema: Any = {**model.__pydantic_core_schema__}
+    inner = schema
+    if schema["type"] == "definitions":
+        inner = schema["schema"] = {**schema["schema"]}
+    inner.pop("ref", None)
+    return cast(CoreSchema, schema)
 
 
 def one_of(*keys: str) -> dict[str, Any]:

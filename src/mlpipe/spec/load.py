@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.spec import kubernetes_rules, network, rules, slurm
+from mlpipe.spec import rules
+from mlpipe.spec.base import model_of
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.problems import Place, Problem, SpecErrors, closest
 from mlpipe.spec.tree import JSON_KEYS, MAX_BYTES, Ambiguous, Node, get, items_of, parse, scalar, text_of
+
+if TYPE_CHECKING:
+    from mlpipe.spec.network import NetworkProfile
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
@@ -47,8 +52,10 @@ def read_as(kind: type[AnyModel], path: str | Path) -> AnyModel:
     return found
 
 
-def read_networks(path: Path) -> dict[str, network.NetworkProfile]:
+def read_networks(path: Path) -> dict[str, NetworkProfile]:
     """Profiles of the user's own, by name. Raises SpecErrors."""
+    from mlpipe.spec import network  # of few files
+
     found = read_as(network.Networks, path).networks
     if taken := sorted(found.keys() & set(network.built_in())):
         hint = f"choose another name, and write 'extends: {taken[0]}'"
@@ -113,11 +120,21 @@ def _with_sweep(root: Node, name: str) -> tuple[Pipeline | None, list[Problem]]:
 
 def _check(root: Node, name: str, problems: list[Problem]) -> tuple[Pipeline | None, list[Problem]]:
     """Added to those that are known."""
-    said = [*network.write_out(root, read_networks), *network.problems(root)]
+    written: list[Problem] = []
+    if get(root, "network") is not None:
+        from mlpipe.spec import network  # of few files
+
+        written = list(network.write_out(root, read_networks))
     pipeline, more = _validate(root, name, Pipeline)
-    said = rules.check(root) + kubernetes_rules.check(root) + slurm.problems(root) + said
-    ruled = _elsewhere(said, problems)
+    ruled = _elsewhere([*rules.check(root), *_of_sections(root), *written], problems)
     return pipeline, problems + _elsewhere(_elsewhere(more, problems), ruled, but=("unknown key",)) + ruled
+
+
+def _of_sections(root: Node) -> Iterator[Problem]:
+    """What violates their own rules, which are imported for the files that have them."""
+    for module in ("kubernetes_rules", "slurm_rules", "network"):
+        if get(root, module.removesuffix("_rules")) is not None:
+            yield from import_module(f"mlpipe.spec.{module}").check(root)
 
 
 def _elsewhere(later: list[Problem], before: list[Problem], but: tuple[str, ...] = ()) -> list[Problem]:
@@ -322,6 +339,6 @@ def _known_keys(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and get_origin(annotation) is None:
-        return [annotation] if issubclass(annotation, BaseModel) else []
+    if (model := model_of(annotation)) is not None:
+        return [model]
     return [model for part in get_args(annotation) for model in _models_in(part)]

@@ -7,21 +7,29 @@ fields or stages at once is in `spec/rules.py`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, create_model
 
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.spec import fields as f
-from mlpipe.spec.base import SpecModel, one_of
-from mlpipe.spec.kubernetes import Kubernetes
-from mlpipe.spec.network import Network
+from mlpipe.spec.base import SpecModel, on_need, one_of
 from mlpipe.spec.part import spec_part
 from mlpipe.spec.problems import Place
-from mlpipe.spec.slurm import Slurm
-from mlpipe.spec.sweep import Sweep
+
+if TYPE_CHECKING:
+    from mlpipe.spec.kubernetes import Kubernetes
+    from mlpipe.spec.network import Network
+    from mlpipe.spec.slurm import Slurm
+    from mlpipe.spec.sweep import Sweep
+else:  # each in the module of its name, which is imported for the files that have it
+
+    def _section(name: str) -> Any:
+        return on_need(name, lambda: getattr(import_module(f"mlpipe.spec.{name.lower()}"), name))
+
+    Kubernetes, Network, Slurm, Sweep = map(_section, ("Kubernetes", "Network", "Slurm", "Sweep"))
 
 AnyModel = TypeVar("AnyModel")
 
@@ -288,4 +296,6 @@ class Pipeline(SpecModel):
     @cached_property
     def digest(self) -> str:
         """sha256 of `resolved_yaml()`. Every stage's plan names it."""
+        import hashlib  # loads OpenSSL
+
         return hashlib.sha256(self.resolved_yaml().encode()).hexdigest()

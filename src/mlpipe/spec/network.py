@@ -188,7 +188,7 @@ def write_out(root: Node, read: Callable[[Path], Mapping[str, NetworkProfile]]) 
     root.value["network"].value["profile"] = value
 
 
-def problems(root: Node) -> Iterator[Problem]:
+def check(root: Node) -> Iterator[Problem]:
     """What violates a rule of the section."""
     env = get(root, "network", "env")
     if env is not None and isinstance(env.value, dict):

@@ -8,6 +8,7 @@ base class first.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Discriminator, Field, Tag, create_model
@@ -15,7 +16,7 @@ from pydantic import Discriminator, Field, Tag, create_model
 from mlpipe._core import optimizers
 from mlpipe._core.optimizers import OPTIMIZERS, Argument
 from mlpipe.spec import fields as f
-from mlpipe.spec.base import SpecModel
+from mlpipe.spec.base import SpecModel, on_need
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
 
@@ -108,7 +109,8 @@ class Optimizer(SpecModel):
 
 
 class NamedOptimizer(Optimizer):
-    """One of `_core/optimizers.py`; its subclasses, one for each, are made below."""
+    """One of `_core/optimizers.py`; its subclasses, one for each, are made when
+    a file names one."""
 
     if TYPE_CHECKING:
         name: str
@@ -155,7 +157,9 @@ def _type(argument: Argument) -> Any:
     return number
 
 
-def _named(name: str, known: optimizers.Optimizer) -> type[NamedOptimizer]:
+@cache
+def _named(name: str) -> type[NamedOptimizer]:
+    known = OPTIMIZERS[name]
     default = name if name == optimizers.DEFAULT else ...
     arguments: dict[str, Any] = {
         key: (_type(argument), Field(argument.default, description=argument.about))
@@ -173,12 +177,9 @@ def _named(name: str, known: optimizers.Optimizer) -> type[NamedOptimizer]:
     return made
 
 
-_NAMED = {name: _named(name, known) for name, known in OPTIMIZERS.items()}
-
-
 def default_optimizer() -> NamedOptimizer:
     """Of a training that says nothing about its optimizer."""
-    return _NAMED[optimizers.DEFAULT].model_construct()
+    return _named(optimizers.DEFAULT).model_construct()
 
 
 def _tag(value: Any) -> str:
@@ -187,17 +188,19 @@ def _tag(value: Any) -> str:
     if isinstance(value, Optimizer):
         return type(value).__name__
     if not isinstance(value, dict):
-        return _NAMED[optimizers.DEFAULT].__name__
+        return OPTIMIZERS[optimizers.DEFAULT].title
     if "entry" in value:
         return OwnOptimizer.__name__
     name = str(value.get("name", optimizers.DEFAULT))
-    return _NAMED[name].__name__ if name in _NAMED else name
+    return OPTIMIZERS[name].title if name in OPTIMIZERS else name
 
 
 if TYPE_CHECKING:
     AnyOptimizer = NamedOptimizer | OwnOptimizer
 else:
-    _TAGGED = tuple(Annotated[model, Tag(model.__name__)] for model in (*_NAMED.values(), OwnOptimizer))
+    _MODELS = {known.title: on_need(known.title, partial(_named, name)) for name, known in OPTIMIZERS.items()}
+    _MODELS[OwnOptimizer.__name__] = OwnOptimizer
+    _TAGGED = tuple(Annotated[model, Tag(title)] for title, model in _MODELS.items())
     AnyOptimizer = Annotated[Union[_TAGGED], Discriminator(_tag)]  # noqa: UP007 (of as many as there are)
 
 

@@ -19,6 +19,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from mlpipe.spec.base import model_of
 from mlpipe.spec.model import Pipeline, Stage
 from mlpipe.spec.part import kind_of, spec_part
 from mlpipe.spec.problems import Place, Problem, closest
@@ -117,8 +118,8 @@ def _knows(kind: Any, parts: Sequence[str]) -> bool:
     """Whether the schema has a key of this path. A mapping whose keys are the user's has any."""
     if not parts or get_origin(kind) is dict:
         return True
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        fields = {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
+    if (model := model_of(kind)) is not None:
+        fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
         return parts[0] in fields and _knows(fields[parts[0]], parts[1:])
     return any(_knows(part, parts) for part in get_args(kind))
 

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
-from mlpipe.spec.problems import Problem
-from mlpipe.spec.tree import Node, get
 
 
 class SlurmJobKeys(SpecModel):
@@ -69,12 +67,3 @@ class Slurm(SlurmJobKeys):
         description="What is different for single stages.",
         json_schema_extra={"additionalProperties": False},
     )
-
-
-def problems(root: Node) -> list[Problem]:
-    """What violates a rule of the section."""
-    if get(root, "slurm") is None:  # of few files, and every command reads one
-        return []
-    from mlpipe.spec import slurm_rules
-
-    return slurm_rules.check(root)
