@@ -36,7 +36,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reord
 LOCK := $(UV) compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
   --no-emit-index-url --no-emit-find-links pyproject.toml
 
-.PHONY: help install lint-jenkins grafana-types run test test-unit test-torch test-services test-jenkins test-oldest \
+.PHONY: help install lint-jenkins grafana-types run test test-unit test-torch test-services test-jenkins test-gpu test-oldest \
   mutants test-install check checkov format docs test-cluster bench bench-tools bench-peers bench-validated bench-gpu \
   servers cluster cluster-build images lock clean
 .DEFAULT_GOAL := help
@@ -69,6 +69,10 @@ test-cluster: $(VENV)/.dev cluster-build  ## a real Kubernetes with real pods: n
 test-jenkins: $(VENV)/.dev  ## the client of Jenkins against your own: JENKINS_URL=..., and JENKINS_USER_ID, JENKINS_API_TOKEN
 	@test -n "$(JENKINS_URL)" || { echo "say which: make test-jenkins JENKINS_URL=https://jenkins.example.com"; exit 2; }
 	MLPIPE_TEST_JENKINS="$(JENKINS_URL)" $(BIN)/python -m pytest -p no:xdist tests/services/test_jenkins_server.py
+
+test-gpu: export MLPIPE_REQUIRE_RINGS = gpu
+test-gpu: $(VENV)/.dev  ## what an NVIDIA GPU computes beside a CPU and the plan, in two minutes; prints what was measured
+	$(BIN)/python -m pytest -n 8 --dist worksteal tests/gpu -m gpu -rP
 
 test-oldest: $(OLDEST)/.dev  ## the torch ring on the oldest torch that is supported
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile $(TESTS) -m torch

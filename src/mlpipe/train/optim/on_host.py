@@ -2,8 +2,8 @@
 shards are copied down, and the updated weights up. It updates by what the device has, so that whoever else
 changes weights there (a checkpoint that is loaded, an outer step) need not be heard of.
 
-From and to a GPU copies go by pinned memory. That path has been read, and not been run: the tests are on
-CPUs, where a copy is one more tensor of the same memory.
+From and to a GPU copies go by pinned memory (tested in the ring `gpu`); on CPUs a copy is one more tensor of
+the same memory.
 """
 
 from __future__ import annotations

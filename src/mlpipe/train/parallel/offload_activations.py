@@ -1,8 +1,8 @@
 """What recomputed blocks keep waits on the host: the input of each is copied there in the forward pass, and
 comes back for its backward pass, one block ahead. The last block's stays, which is needed next.
 
-On a GPU copies go to and from pinned memory in a stream of their own, beside computing. That path has been
-read, and not been run: the tests are on CPUs, where a copy is one more tensor of the same memory.
+On a GPU copies go to and from pinned memory in a stream of their own, beside computing (tested in the ring
+`gpu`); on CPUs a copy is one more tensor of the same memory.
 """
 
 from __future__ import annotations
