@@ -93,6 +93,8 @@ def _times(store: Store, key: str) -> tuple[float | None, float | None, float | 
     events = decode_lines(data.split(b"\n"))
     asked = next((event.time for event in events if isinstance(event, Submitted)), None)
     got = next((event.time for event in events if isinstance(event, Launched)), None)
+    if asked is not None and got is not None:
+        asked = min(asked, got)  # a task of a sweep's array begins before its driver comes
     outcome = read_outcome(store, f"{key}/outcome.json")
     times = [event.time for event in events]
     if outcome is not None:

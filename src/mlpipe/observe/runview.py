@@ -239,11 +239,10 @@ def _ledger(stage: StageView, records: Mapping[int, Mapping[int, list[Record]]])
         read = {rank: by_attempt.get(view.number, []) for rank, by_attempt in records.items()}
         own = {rank: lines for rank, lines in read.items() if lines}
         times = [record.time for lines in own.values() for record in (lines[0], lines[-1])]
-        submitted = next((event.time for event in view.events if isinstance(event, Submitted)), None)
+        # a task of a sweep's array begins before its driver comes
+        told = [event.time for event in view.events if isinstance(event, Submitted | Launched)]
         launched = next((event.time for event in view.events if isinstance(event, Launched)), None)
-        began = next(
-            (time for time in (submitted, launched, min(times, default=None)) if time is not None), None
-        )
+        began = min(told or times, default=None)
         is_last = view is stage.attempts[-1]
         if began is None and is_last:
             began = stage.state.started

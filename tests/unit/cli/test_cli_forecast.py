@@ -93,6 +93,9 @@ def test_hours_are_those_that_a_training_had_from_when_it_was_asked_for(store):
     head = {"v": 1, "kind": "step", "rank": 0, "restart": 0}
     synthetic_run.write_records(store, "runs/again/stages/train/attempt-1", 0, [{**head, **last}])
     events(store, "again", 2, Submitted(time=begin + 8 * 3600), Launched(time=begin + 9 * 3600))
+    # a task of an array, whose driver came half an hour after it had begun
+    write(store, "task", StageState("done", 1, "", begin + 1800, begin + 3600))
+    events(store, "task", 1, Launched(time=begin), Submitted(time=begin + 1800))
     write(store, "waits", StageState("running", 1, "", begin), state="running")
     events(store, "waits", 1, Submitted(time=begin))
     write(
@@ -103,6 +106,7 @@ def test_hours_are_those_that_a_training_had_from_when_it_was_asked_for(store):
     )
     found = demand(store, 0.0, NOON)
     assert sorted(found.uses, key=lambda use: (use.gpu_class, use.asked)) == [
+        Use("H100-80GB", 8, begin, 3600.0),
         Use("H100-80GB", 8, begin, 3600.0),
         Use("H100-80GB", 8, begin + 8 * 3600, 11 * 3600.0),
         Use("T4", 8, begin, 60.0),

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.synthetic_run import BEGIN, Life, stage_state, write_run, write_train_stage
 
 from mlpipe._core.record_lines import parse
-from mlpipe._core.records import Record
+from mlpipe._core.records import Launched, Record, Submitted
 from mlpipe.observe.buckets import NAMES
 from mlpipe.observe.goodput import Attempt, Ledger, account, add
+from mlpipe.observe.runview import view_run
 from mlpipe.plan.plan import Mesh
+from mlpipe.store.folder import FolderStore
+from mlpipe.store.runs import append_event
 
 pytestmark = pytest.mark.unit
 
@@ -229,3 +233,17 @@ def test_badput_of_several_prices_is_what_each_was_paid():
     whole = add([account([good], 1.0), account([Attempt(0, 0, 3600, 1, {})], 3.0)])
     assert whole.cost_usd == pytest.approx(4.0)
     assert whole.badput_usd == pytest.approx(3.0)
+
+
+def test_what_its_driver_found_under_way_is_counted_from_its_launch(tmp_path):
+    """A task of a sweep's array, which Slurm starts by itself."""
+    store = FolderStore(tmp_path)
+    write_train_stage(store, "task", [Life(1, 0, 0, 20)], steps=20)
+    write_run(store, "task", {"train": stage_state(begin=640, seconds=60)})
+    for event in (Launched(time=BEGIN + 590), Submitted(time=BEGIN + 640)):
+        append_event(store, "runs/task/stages/train/attempt-1", event)
+    (stage,) = view_run(store, "task").stages
+    assert stage.ledger is not None
+    assert stage.ledger.total == pytest.approx(2 * (700 - 590))
+    assert stage.ledger.seconds["compute"] > 0
+    assert stage.ledger.seconds["queue"] == 0
