@@ -64,11 +64,11 @@ def _uses(store: Store, run: RunState, now: float) -> Iterator[Use]:
         before = until  # no attempt ends after the next one was asked for
         for number in range(state.attempt, 0, -1):
             key = f"runs/{run.run_id}/stages/{name}/attempt-{number}"
-            asked, got, ended = _times(store, key)
+            asked, got, ended, is_over = _times(store, key)
             if number == state.attempt and state.state != "pending":  # else it is to be resumed
                 if asked is None:  # nobody told when it was launched, either
                     asked = got = state.started
-                ended = state.ended
+                ended = ended if is_over else state.ended
             if asked is None:
                 continue
             ended = before if ended is None else min(ended, before)
@@ -86,9 +86,9 @@ def _num_gpus(resources: Resources) -> int:
     return nodes * resources.gpus_per_node
 
 
-def _times(store: Store, key: str) -> tuple[float | None, float | None, float | None]:
+def _times(store: Store, key: str) -> tuple[float | None, float | None, float | None, bool]:
     """When an attempt was asked for, when it was launched first, and the last that is known of it; Unix
-    seconds. None: nobody wrote it."""
+    seconds. None: nobody wrote it. Whether that was its end, which its driver may hear of much later."""
     data, _ = store.read_log(f"{key}/events.jsonl")
     events = decode_lines(data.split(b"\n"))
     asked = next((event.time for event in events if isinstance(event, Submitted)), None)
@@ -96,9 +96,9 @@ def _times(store: Store, key: str) -> tuple[float | None, float | None, float | 
     if asked is not None and got is not None:
         asked = min(asked, got)  # a task of a sweep's array begins before its driver comes
     outcome = read_outcome(store, f"{key}/outcome.json")
+    if outcome is not None and outcome.time:
+        return asked, got, outcome.time, True
     times = [event.time for event in events]
-    if outcome is not None:
-        times.append(outcome.time)
-    elif records := read_records(store, key, 0, max_steps=1):  # its launcher was killed
+    if records := read_records(store, key, 0, max_steps=1):  # its launcher was killed
         times.append(records[-1].time)
-    return asked, got, max(times, default=None)
+    return asked, got, max(times, default=None), False

@@ -7,6 +7,7 @@ one that matters most, so it is written whatever else is broken.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import fmean
@@ -248,9 +249,13 @@ def _ledger(stage: StageView, records: Mapping[int, Mapping[int, list[Record]]])
             began = stage.state.started
         if began is None or view.plan is None:
             continue
-        ended = max([began, *times, *(event.time for event in view.events)])
-        if is_last and stage.state.ended is not None:
-            ended = max(ended, stage.state.ended)
+        over = view.outcome.get("time")  # when its driver heard of that says nothing: it may have been away
+        if isinstance(over, float) and 0 < over < math.inf:
+            ended = max(began, *times, over)
+        else:
+            ended = max([began, *times, *(event.time for event in view.events)])
+            if is_last and stage.state.ended is not None:
+                ended = max(ended, stage.state.ended)
         if launched is None and own:
             launched = began
         mesh, hung = view.plan.work.training.mesh, view.outcome.get("cause") == "hang"

@@ -19,6 +19,7 @@ from mlpipe.cli.session import CliSession
 from mlpipe.observe.demand import DAY_SECONDS, Use
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
+from mlpipe.store.outcome import AttemptOutcome, write_outcome
 from mlpipe.store.runs import StageState
 
 pytestmark = pytest.mark.unit
@@ -93,9 +94,11 @@ def test_hours_are_those_that_a_training_had_from_when_it_was_asked_for(store):
     head = {"v": 1, "kind": "step", "rank": 0, "restart": 0}
     synthetic_run.write_records(store, "runs/again/stages/train/attempt-1", 0, [{**head, **last}])
     events(store, "again", 2, Submitted(time=begin + 8 * 3600), Launched(time=begin + 9 * 3600))
-    # a task of an array, whose driver came half an hour after it had begun
-    write(store, "task", StageState("done", 1, "", begin + 1800, begin + 3600))
-    events(store, "task", 1, Launched(time=begin), Submitted(time=begin + 1800))
+    # a task of an array, whose driver came when it was over
+    write(store, "task", StageState("done", 1, "", begin + 9000, begin + 9001))
+    events(store, "task", 1, Launched(time=begin), Submitted(time=begin + 9000))
+    over = AttemptOutcome("done", time=begin + 3600)
+    write_outcome(store, "runs/task/stages/train/attempt-1/outcome.json", over)
     write(store, "waits", StageState("running", 1, "", begin), state="running")
     events(store, "waits", 1, Submitted(time=begin))
     write(

@@ -235,15 +235,17 @@ def test_badput_of_several_prices_is_what_each_was_paid():
     assert whole.badput_usd == pytest.approx(3.0)
 
 
-def test_what_its_driver_found_under_way_is_counted_from_its_launch(tmp_path):
-    """A task of a sweep's array, which Slurm starts by itself."""
+@pytest.mark.parametrize(("outcome", "end"), [(None, 700), ({"outcome": "done", "time": BEGIN + 620}, 620)])
+def test_what_its_driver_found_under_way_or_over_is_counted_from_launch_to_end(tmp_path, outcome, end):
+    """A task of a sweep's array, which Slurm starts by itself, whoever drives the sweep; and is killed, or is
+    done before somebody looks."""
     store = FolderStore(tmp_path)
-    write_train_stage(store, "task", [Life(1, 0, 0, 20)], steps=20)
+    write_train_stage(store, "task", [Life(1, 0, 0, 20)], steps=20, outcome=outcome)
     write_run(store, "task", {"train": stage_state(begin=640, seconds=60)})
     for event in (Launched(time=BEGIN + 590), Submitted(time=BEGIN + 640)):
         append_event(store, "runs/task/stages/train/attempt-1", event)
     (stage,) = view_run(store, "task").stages
     assert stage.ledger is not None
-    assert stage.ledger.total == pytest.approx(2 * (700 - 590))
+    assert stage.ledger.total == pytest.approx(2 * (end - 590))
     assert stage.ledger.seconds["compute"] > 0
     assert stage.ledger.seconds["queue"] == 0
