@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from kit import own, plans
+from torch import nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import DataPlan, Entry, Mesh, ModelPlan
@@ -25,6 +26,7 @@ from mlpipe.train.flops import count_flops_per_token
 from mlpipe.train.init import same_weights
 from mlpipe.train.model import LossModule, build_model
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
+from mlpipe.train.parallel.buffers import reading
 from mlpipe.train.parallel.materialize import materialize
 from mlpipe.train.parallel.pipeline import StagedLossModule, _of_children
 from mlpipe.train.parallel.sequence import check_sequence, stages_of
@@ -346,3 +348,21 @@ def test_the_tutorials_transformer_trains(trained):
     assert fsdp == pytest.approx(ddp, rel=1e-5)
     assert abs(ddp[0] - math.log(256)) < 0.3
     assert ddp[-1] < ddp[0]
+
+
+def test_buffers_travel_unless_a_pass_only_writes_them():
+    """Running averages are not read in training; frozen ones are, and so is what is not theirs."""
+    normed = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm2d(2)))
+    reads = reading(normed)
+    assert not reads()
+    normed[2].eval()
+    assert reads()
+    normed.train()
+    assert not reads()
+    assert reading(own.Tutorial())()
+
+    class Own(nn.BatchNorm2d):
+        """Whose forward pass may read anything."""
+
+    assert reading(nn.Sequential(Own(2)))()
+    assert reading(nn.Sequential(nn.BatchNorm2d(2), own.Halved()))()

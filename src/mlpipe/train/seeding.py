@@ -11,7 +11,11 @@ import torch
 def seed_step(seed: int, step: int, data_rank: int) -> None:
     """Randomness (dropout, augmentation) as a function of these three: the same after a resume, and the same
     on all ranks that work on the same samples."""
-    torch.manual_seed(seed_host(seed, step, data_rank))
+    mixed = seed_host(seed, step, data_rank)
+    if (
+        torch.cuda.is_initialized()
+    ):  # torch.manual_seed notes it for later else, with the stack: 0.3 ms a step
+        torch.cuda.manual_seed_all(mixed)
 
 
 def seed_host(seed: int, *where: int) -> int:

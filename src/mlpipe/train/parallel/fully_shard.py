@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.parallel.buffers import reading
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import send_together
 from mlpipe.train.parallel.waits import Waits
@@ -150,6 +151,7 @@ class _GradientSync:
         self.told = True
         self.first = True
         self.buffers: list[torch.Tensor] | None = None
+        self.reads_buffers = reading(model.built.module)
 
     @contextmanager
     def around(self, last: bool) -> Iterator[None]:
@@ -174,7 +176,7 @@ class _GradientSync:
         if self.buffers is None:  # not before the weights are real
             stored = any(item.is_buffer for item in self.model.shards)
             self.buffers = list(self.model.built.module.buffers()) if stored else []
-        if self.buffers:
+        if self.buffers and self.reads_buffers():
             self.model.waits.timed(send_together)(self.buffers)
 
 

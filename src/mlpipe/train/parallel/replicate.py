@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mlpipe.plan.plan import TrainPlan
+from mlpipe.train.parallel.buffers import reading
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.without_dynamo import no_dynamo_in_ddp
 from mlpipe.train.world import World
@@ -64,5 +65,6 @@ def _wrapped(
         wrapped = DistributedDataParallel(plain, gradient_as_bucket_view=True, init_sync=False, **switches)
     waits = model.waits
     waits.time_end_of_backward(wrapped)
-    wrapped._sync_buffers = waits.timed(wrapped._sync_buffers)  # type: ignore[method-assign]
+    send, reads = waits.timed(wrapped._sync_buffers), reading(plain)
+    wrapped._sync_buffers = lambda: send() if reads() else None  # type: ignore[method-assign]
     return wrapped
