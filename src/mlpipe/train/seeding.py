@@ -12,9 +12,8 @@ def seed_step(seed: int, step: int, data_rank: int) -> None:
     """Randomness (dropout, augmentation) as a function of these three: the same after a resume, and the same
     on all ranks that work on the same samples."""
     mixed = seed_host(seed, step, data_rank)
-    if (
-        torch.cuda.is_initialized()
-    ):  # torch.manual_seed notes it for later else, with the stack: 0.3 ms a step
+    # without a device torch.manual_seed notes it for one, with its caller's stack: 0.3 ms of each step
+    if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(mixed)
 
 
