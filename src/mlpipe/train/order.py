@@ -8,6 +8,7 @@ and any position is reached at once, whatever the world size or batch was before
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def _permute(values: NDArray[np.uint64], n: int, seed: int, epoch: int) -> NDArr
     return result
 
 
-def _feistel(values: NDArray[np.uint64], half_bits: int, keys: list[int]) -> NDArray[np.uint64]:
+def _feistel(values: NDArray[np.uint64], half_bits: int, keys: tuple[int, ...]) -> NDArray[np.uint64]:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -66,12 +67,13 @@ def _feistel(values: NDArray[np.uint64], half_bits: int, keys: list[int]) -> NDA
     return (left << shift) | right
 
 
-def _round_keys(seed: int, epoch: int) -> list[int]:
+@cache
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     state = np.array([seed & _MASK, epoch & _MASK], dtype=np.uint64)
     mixed = _mix(state)
     base = int(_mix(mixed[:1] ^ (mixed[1:] << np.uint64(1)))[0])
     rounds = np.array([(base + i * 0x9E3779B97F4A7C15) & _MASK for i in range(_ROUNDS)], dtype=np.uint64)
-    return [int(key) for key in _mix(rounds)]
+    return tuple(int(key) for key in _mix(rounds))
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
