@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import plans
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 from mlpipe.plan.plan import Mesh, Plan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
+from mlpipe.train.session import meet
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
@@ -129,3 +134,26 @@ def test_a_checkpoint_has_each_value_once(trained: Any, name: str) -> None:
     for tensor in manifest["tensors"].values():
         covered = sum(torch.Size(chunk["shape"]).numel() for chunk in tensor["chunks"])
         assert covered == torch.Size(tensor["shape"]).numel()
+
+
+def test_every_group_waits_as_long_as_the_plan_does(monkeypatch, tmp_path):
+    """One hour: gloo's own is half of that, NCCL's a sixth."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "0"),
+    ):
+        monkeypatch.setenv(name, value)
+    meet("gloo", timedelta(hours=1))
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_shard", "tp"))
+        groups: list[Any] = [dist.group.WORLD, dist.new_group([0]), mesh["tp"].get_group()]
+        groups.append(mesh["dp_shard", "tp"]._flatten("both").get_group())
+        for group in groups:
+            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(hours=1)
+        assert distributed_c10d._get_default_timeout("nccl") == timedelta(hours=1)
+    finally:
+        dist.destroy_process_group()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from mlpipe._core import environment
 from mlpipe._core.errors import StoreError, TrainError
@@ -31,6 +32,13 @@ _log = logging.getLogger(__name__)
 # The watchdog, which knows more, speaks before a collective's own timeout.
 _AFTER_WATCHDOG = timedelta(seconds=60)
 _COORDINATION_SECONDS = 300.0
+
+
+def meet(backend: str, timeout: timedelta) -> None:
+    """All ranks. Process groups that are made later wait as long: torch gives them 10 minutes with NCCL and
+    30 with gloo, however patient the plan is."""
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    dist.init_process_group(backend, timeout=timeout)
 
 
 class Session:
@@ -54,7 +62,7 @@ class Session:
         timeout = timedelta(seconds=max(part.hang_timeout_seconds, STARTING_SECONDS)) + _AFTER_WATCHDOG
         watchdog.beat("meeting the other ranks", 0, waiting=True)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timeout)
+        meet(backend, timeout)
         if dist.get_world_size() != part.mesh.world_size:
             raise TrainError(
                 f"{dist.get_world_size()} workers were started, the plan is for {part.mesh.world_size}",
