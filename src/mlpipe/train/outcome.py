@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,10 +101,12 @@ def node_name() -> str:
 
 
 def write_slow(scratch: Path, slow: dict[str, float]) -> None:
-    """Leaves it for the launcher, whole: by node, its time for the same work over that of the others."""
+    """Leaves it for the launcher, whole: by node, its time for the same work over that of the others. A full
+    disk does not take it: no reason to end a training."""
     temporary = scratch / f".{SLOW_FILE}.{os.getpid()}"
-    temporary.write_text(json.dumps(slow))
-    temporary.rename(scratch / SLOW_FILE)
+    with suppress(OSError):
+        temporary.write_text(json.dumps(slow))
+        temporary.rename(scratch / SLOW_FILE)
 
 
 def forget(scratch: Path, rank: int) -> None:

@@ -65,6 +65,7 @@ def test_nodes_that_rank_0_names_as_slow_are_in_the_store_and_a_store_that_is_aw
     monkeypatch.setattr(launcher.store, "put", gone)
     launcher._ship_slow()  # has nothing new to say
     write_slow(tmp_path, {})
+    write_slow(tmp_path / "gone", {"n2": 9.0})  # as on a full disk: the training goes on
     launcher._ship_slow()
 
 

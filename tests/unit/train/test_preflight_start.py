@@ -38,3 +38,11 @@ def test_one_that_failed_is_told_in_its_own_words(tmp_path, monkeypatch):
         "infrastructure",
         "the preflight failed at the start: the store is gone",
     )
+
+
+def test_one_whose_disk_took_no_note_is_told_so(tmp_path, monkeypatch):
+    outcome = ended(tmp_path, monkeypatch, ': > $6/preflight-doing; echo "error: full" >&2; exit 4')
+    assert (
+        outcome.message
+        == "the preflight failed at a point of which its disk, which is full, has no note: full"
+    )

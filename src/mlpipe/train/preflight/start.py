@@ -70,6 +70,7 @@ def run_preflight(
         ranked = None if found["ranked"] is None else Ranked(**found["ranked"])
         return checked_from(found["checked"]), ranked
     doing = (scratch / DOING).read_text() if (scratch / DOING).exists() else "the start"
+    doing = doing or "a point of which its disk, which is full, has no note"
     if late:
         return _failed(
             "infrastructure", f"the preflight did not end within {seconds:.0f} s: it was at {doing}"
