@@ -16,6 +16,7 @@ from kit.undisturbed import ranks
 
 from mlpipe._core.records import Step
 from mlpipe.observe.records import read_records
+from mlpipe.train.launcher import RESTARTS_OF_A_GANG
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 AWAY_SECONDS = 8.0  # the length of a fault, not a wait for anything: of more than a checkpoint's four steps
@@ -72,7 +73,10 @@ def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hol
         def seen() -> bool:
             with place.cluster.inside():
                 records = read_records(place.store(), "runs/dies/stages/train/attempt-1", 0)
-            return any(isinstance(record, Step) and record.restart == times for record in records)
+            return any(
+                isinstance(record, Step) and record.restart == RESTARTS_OF_A_GANG * times
+                for record in records
+            )
 
         place.until(f"the gang, restarted {times} times", seen)
 

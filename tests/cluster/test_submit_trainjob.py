@@ -15,6 +15,7 @@ from kit.undisturbed import check_processes, ranks, workers_of
 
 from mlpipe._core.records import Step
 from mlpipe.observe.records import read_records
+from mlpipe.train.launcher import RESTARTS_OF_A_GANG
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 RUN = "trainjob"
@@ -65,7 +66,7 @@ def test_a_trainjob_trains_restarts_and_is_cancelled_as_a_jobset_is(place, hold,
     def restarted():
         with place.cluster.inside():
             records = read_records(place.store(), f"runs/{RUN}/stages/train/attempt-1", 0)
-        return any(isinstance(record, Step) and record.restart == 1 for record in records)
+        return any(isinstance(record, Step) and record.restart == RESTARTS_OF_A_GANG for record in records)
 
     def message():
         return place.json("status", RUN)["stages"]["train"]["message"]

@@ -34,7 +34,7 @@ class Record:
     rank: int = -1
     """Of the writer; -1: the driver or a launcher."""
     restart: int = 0
-    """torchrun's count of restarts within the attempt."""
+    """torchrun's count of its rounds within the attempt, and 1,000 for each restart of the whole gang."""
 
     def values(self) -> dict[str, Any]:
         """By name. Records have slots: with over 30 attributes each would have a dictionary of its own, and

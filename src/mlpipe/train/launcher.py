@@ -39,6 +39,9 @@ from mlpipe.train.profile_watch import PROFILE_FILE, ProfileWatch
 from mlpipe.train.room import check_room
 from mlpipe.train.stop import STOP_FILE, any_alive, die_with_parent
 
+# Numbers of restarts that one start of a gang has for torchrun's rounds: a node that is cut off and comes
+# back begins one, too, which `max_restarts` does not bound.
+RESTARTS_OF_A_GANG = 1000
 _POLL_SECONDS = 0.1
 # A node whose peers are gone ends after the node that is to blame: whoever watches sees the cause first.
 _BLAMELESS_SECONDS = 15.0
@@ -70,7 +73,7 @@ class Launcher:
         self.node = GangNode.from_environment()
         if not plan.launch.num_spares:  # else the preflight says whose ranks are here
             self.node = replace(self.node, index=self._number_at(self.node.index))
-        self.first_restart = self.node.gang_restart * (plan.launch.max_restarts + 1)
+        self.first_restart = self.node.gang_restart * RESTARTS_OF_A_GANG
         self.outcome_key = f"{plan.attempt_key}/{self.node.name('outcome', '.json')}"
         self.plan_path = plan_path
         self.scratch = scratch

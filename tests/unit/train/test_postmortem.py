@@ -10,7 +10,7 @@ import pytest
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
 from mlpipe.store.folder import FolderStore
-from mlpipe.train.launcher import Launcher
+from mlpipe.train.launcher import RESTARTS_OF_A_GANG, Launcher
 from mlpipe.train.outcome import Outcome
 
 pytestmark = pytest.mark.unit
@@ -32,10 +32,11 @@ def test_stacks_and_flight_recordings_are_kept(tmp_path: Path) -> None:
 
 
 def test_one_restart_of_the_gang_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though torchrun may restart its workers three times in each, and those have numbers of their own."""
+    """Though torchrun has any number of rounds in each, and they have numbers of their own: a node that is
+    cut off and comes back begins one, too, which `max_restarts` does not bound."""
     monkeypatch.setenv("MLPIPE_GANG_RESTART", "1")
     plan = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
     launcher = Launcher(replace(plan, store_url=str(tmp_path)), tmp_path / "plan.json", tmp_path / "scratch")
-    assert launcher.first_restart == plan.launch.max_restarts + 1 == 4
+    assert launcher.first_restart == RESTARTS_OF_A_GANG > 100 * plan.launch.max_restarts
     launcher._store_outcome(Outcome("done"), 0, 0)
     assert json.loads(FolderStore(tmp_path).get(launcher.outcome_key))["restarts"] == 1

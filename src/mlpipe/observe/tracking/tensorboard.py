@@ -54,7 +54,7 @@ class TensorBoard:
             raise AwayError(error.message, applied=False) from None
         at = start.start_step or 0
         # by attempt and restart, not by time: clocks differ from machine to machine, and TensorBoard sorts
-        self._prefix = f"{self._folder}/events.out.tfevents.{self._run.attempt:06d}.{start.restart:04d}"
+        self._prefix = f"{self._folder}/events.out.tfevents.{self._run.attempt:06d}.{start.restart:09d}"
         self._number = sum(key.startswith(self._prefix) for key in keys)
         head = [event(start.time, version=True)]
         if keys:
