@@ -12,8 +12,8 @@ class Batch(Protocol):
     """None of these waits long, or raises where the place is away for a while."""
 
     def meta(self) -> Mapping[str, Any]:
-        """What the sweep keeps of it, written before any of it is sent: the next controller finds it by
-        that."""
+        """What the sweep keeps of it, in JSON's types, written before any of it is sent and when it changes:
+        the next controller finds it by that."""
 
     def waiting(self) -> Mapping[str, str]:
         """Trials that have not begun, and why not. A trial gets its driver once it is none of them."""

@@ -171,6 +171,7 @@ def test_a_trial_begins_nowhere_else_while_slurm_does_not_say_what_became_of_the
         assert set(again.waiting()) == {"000", "001", "002"}
     assert "sweep.max_parallel" in again.waiting()["000"]
     cluster.jobs.clear()
+    state.meta["batch"]["taken"].clear()  # its answer was lost
     assert arrays.ArrayBatch(state, str(tmp_path), None, (), lambda text: None).waiting() == {}
 
 
@@ -206,6 +207,19 @@ def test_what_a_stop_took_back_is_sent_again_once_it_has_ended(tmp_path: Path, c
     task = again.trial("002")
     assert task is not None
     assert task["job"] == "2_2"
+
+
+def test_what_was_cancelled_while_nobody_looked_is_not_sent_again(tmp_path: Path, cluster: Cluster) -> None:
+    """With the whole array: Slurm forgets it, and only the sweep knows that it was taken."""
+    first = batch(tmp_path)
+    first.waiting()
+    cluster.jobs.clear()
+    again = batch(tmp_path, json.loads(json.dumps(first.meta())))
+    again.waiting()
+    again.waiting()
+    assert "Slurm job 1_2" in again.gone()["002"]
+    assert again.waiting() == {}
+    assert len(cluster.sent) == 1
 
 
 def test_what_slurm_refuses_as_an_array_is_submitted_one_by_one(tmp_path: Path, cluster: Cluster) -> None:

@@ -346,6 +346,19 @@ def test_a_job_that_waits_is_cancelled_and_one_that_runs_is_told(tmp_path: Path,
         (commands / "told").unlink()
 
 
+def test_a_task_is_told_once_however_long_scancel_would_ask_again(
+    commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm says so where others of its array wait, and has signalled it. Any other silence is no answer."""
+    monkeypatch.setattr(client, "_SIGNAL_SECONDS", 1.0)
+    told = "echo 'scancel: Job is in transitional state, retrying' >&2"
+    stand_in(commands, "scancel", f"{told}; exec sleep 600")
+    client.signal("7_1", "USR2")
+    stand_in(commands, "scancel", "exec sleep 600")
+    with pytest.raises(client.AwayError, match="did not answer within 1 s"):
+        client.signal("7_1", "USR2")
+
+
 def test_a_job_that_is_queued_again_starts_before_its_time_but_not_in_the_second_of_its_end(
     tmp_path: Path, commands: Path
 ) -> None:

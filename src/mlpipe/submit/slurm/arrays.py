@@ -122,9 +122,10 @@ class ArrayBatch:
     def __init__(
         self, sweep: RunState, store_url: str, script: str | None, trials: Collection[str], note: Note
     ) -> None:
-        kept = sweep.meta.get("batch", {"name": "", "trials": {}})
+        kept = {"name": "", "trials": {}, "taken": {}, **sweep.meta.get("batch", {})}
         self._name: str = kept["name"]
         self._trials: dict[str, list[str]] = dict(kept["trials"])  # by the comment of their array
+        self._taken: dict[str, str] = dict(kept["taken"])  # ids of those that Slurm is known to have taken
         self._own = comment(script) if script is not None else ""
         if script is not None:
             self._name = name_of(script)
@@ -142,7 +143,7 @@ class ArrayBatch:
         self._look_at, self._pause = 0.0, FIRST_POLL_SECONDS
 
     def meta(self) -> Mapping[str, Any]:
-        return {"name": self._name, "trials": self._trials}
+        return {"name": self._name, "trials": self._trials, "taken": self._taken}
 
     def waiting(self) -> Mapping[str, str]:
         if not self._is_over and time.monotonic() >= self._look_at:
@@ -196,12 +197,14 @@ class ArrayBatch:
                 return
             self._was_stopped = False
             self._trials = {key: names for key, names in self._trials.items() if key == self._own}
+            self._taken = {}
         jobs = self._jobs()
         alive = [job for job in jobs if not job.has_ended]
         if self._number is None:
             if found := alive or (jobs if self._was_sent else []):
-                self._number, self._known_by = _array(found[0]), found[0].comment
-                self._waiting = dict.fromkeys(self._trials[self._known_by], "")
+                self._is_of(_array(found[0]), found[0].comment)
+            elif known := [one for one in self._taken if one in self._trials]:  # all its tasks have ended
+                self._is_of(self._taken[known[-1]], known[-1])
             elif self._script is None:
                 self._is_over, self._waiting = True, {}
                 return
@@ -226,10 +229,14 @@ class ArrayBatch:
         }
         self._is_over = not self._waiting
 
+    def _is_of(self, number: str, known_by: str) -> None:
+        self._number, self._known_by = number, known_by
+        self._taken = {key: one for key, one in self._taken.items() if key != known_by} | {known_by: number}
+        self._waiting = dict.fromkeys(self._trials[known_by], "")
+
     def _send(self, script: str) -> None:
         try:
-            self._number, self._known_by = client.submit(script, self._folder), comment(script)
-            self._waiting = dict.fromkeys(self._trials[self._known_by], "")
+            self._is_of(client.submit(script, self._folder), comment(script))
         except AwayError:
             raise
         except SubmitError as error:  # too many for the account, no arrays at all

@@ -14,6 +14,7 @@ from mlpipe._core.errors import SubmitError
 from mlpipe.submit.slurm.pending import remedy
 
 _COMMAND_SECONDS = 60.0
+_SIGNAL_SECONDS = 4.0
 _AWAY = re.compile(
     r"unable to contact slurm controller|socket timed out|connection (refused|timed out|reset)|"
     r"zero bytes were transmitted|unexpected message received|connection failure|temporarily unable|"
@@ -21,6 +22,7 @@ _AWAY = re.compile(
     re.IGNORECASE,
 )
 _GONE = re.compile(r"invalid job id|already completing|already finished|not found", re.IGNORECASE)
+_RETRIES = "in transitional state, retrying"
 _STARTS = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _EXCLUDED = re.compile(r"^#SBATCH --exclude=(\S+)$", re.MULTILINE)
 _FIELDS = ("arrayjobid", "state", "reason", "restartcnt", "exit_code", "nodelist", "name", "comment")
@@ -114,7 +116,16 @@ def earliest_start(script: str, folder: str) -> float | None:
 
 def signal(job_id: str, name: str) -> None:
     """To the job's script alone."""
-    _unless_gone(["scancel", "--batch", f"--signal={name}", job_id])
+    if "_" not in job_id:
+        _unless_gone(["scancel", "--batch", f"--signal={name}", job_id])
+        return
+    # Of a task of an array of which others wait, Slurm 22.05 says that it cannot be altered now when it has
+    # signalled it, and scancel would go on asking for a minute and a half.
+    try:
+        _unless_gone(["scancel", "--verbose", "--batch", f"--signal={name}", job_id], _SIGNAL_SECONDS)
+    except AwayError as error:
+        if _RETRIES not in error.message:
+            raise
 
 
 def cancel(*job_ids: str) -> None:
@@ -133,9 +144,9 @@ def start_now(job_id: str) -> None:
     run(["scontrol", "update", f"JobId={job_id}", "StartTime=now"])
 
 
-def _unless_gone(argv: Sequence[str]) -> None:
+def _unless_gone(argv: Sequence[str], seconds: float = _COMMAND_SECONDS) -> None:
     try:
-        run(argv)
+        _done(argv, "", None, seconds)
     except AwayError:
         raise
     except SubmitError as error:
@@ -148,7 +159,9 @@ def run(argv: Sequence[str], *, stdin: str = "", folder: str | None = None) -> s
     return _done(argv, stdin, folder).stdout
 
 
-def _done(argv: Sequence[str], stdin: str, folder: str | None) -> subprocess.CompletedProcess[str]:
+def _done(
+    argv: Sequence[str], stdin: str, folder: str | None, seconds: float = _COMMAND_SECONDS
+) -> subprocess.CompletedProcess[str]:
     env = {
         name: value
         for name, value in os.environ.items()
@@ -163,7 +176,7 @@ def _done(argv: Sequence[str], stdin: str, folder: str | None) -> subprocess.Com
             capture_output=True,
             encoding="utf-8",  # of the plan, whatever the locale says
             errors="replace",
-            timeout=_COMMAND_SECONDS,
+            timeout=seconds,
             start_new_session=True,  # Ctrl-C is ours: a job that the controller has taken must be heard of
         )
     except FileNotFoundError:
@@ -172,8 +185,10 @@ def _done(argv: Sequence[str], stdin: str, folder: str | None) -> subprocess.Com
             hint="run mlpipe on a login node of the cluster; mlpipe doctor --for slurm looks",
             kind="input",
         ) from None
-    except subprocess.TimeoutExpired:
-        raise AwayError(f"{argv[0]} did not answer within {_COMMAND_SECONDS:.0f} s") from None
+    except subprocess.TimeoutExpired as error:
+        last = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        words = f"{argv[0]} did not answer within {seconds:.0f} s"
+        raise AwayError(f"{words}: {last}" if last else words) from None
     if done.returncode == 0:
         return done
     lines = [line.removeprefix(f"{argv[0]}: ").removeprefix("error: ") for line in done.stderr.splitlines()]

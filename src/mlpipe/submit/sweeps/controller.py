@@ -229,6 +229,8 @@ class _Controller:
             self._is_rid = batch.cancel(self._following)
             return
         self._waiting = batch.waiting()
+        if self.state.meta["batch"] != (kept := batch.meta()):
+            self._update(lambda run: replace(run, meta={**run.meta, "batch": kept}))
         for name, why in batch.gone().items():
             if self.state.stages[name].state == "pending" and self._is_untouched(name):
                 run_id = self._recorded(name, batch.trial(name)).run_id or ""  # which `mlpipe resume` finds
