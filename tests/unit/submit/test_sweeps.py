@@ -285,6 +285,19 @@ def test_a_trial_that_somebody_cancels_stays_so_until_somebody_resumes_it(store,
     assert Simulated.started["s-000"] == 2
 
 
+def test_a_sweep_whose_trials_somebody_cancels_is_cancelled_and_goes_on_with_none(store, tmp_path):
+    """As by `scancel` of all of its array."""
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=2)
+
+    def watch(sweep: RunState) -> None:
+        for run_id in list(Simulated.started):
+            runs.request_cancel(store, run_id, "by hand")
+
+    sweep = drive(store, watch=watch)
+    assert (sweep.state, sweep.message) == ("cancelled", "no trial has a 'loss'")
+    assert drive(store).seq == sweep.seq
+
+
 def test_a_trial_that_failed_and_was_resumed_and_cancelled_by_hand_is_not_trained_again(store, tmp_path):
     made(store, tmp_path, {"model.args.fails": [True, False]})
     assert states(drive(store) and store) == {"000": "failed", "001": "done"}

@@ -474,7 +474,8 @@ class _Controller:
         failed = [name for name, trial in self.state.stages.items() if trial.state == "failed"]
         words = [f"best: {best}" if best is not None else f"no trial has a {self._sweep.metric.name!r}"]
         words += [f"{len(failed)} of {len(self.state.stages)} failed"] if failed else []
-        state: RunStatus = "done" if best is not None else "failed"
+        none_is_left = all(trial.state == "cancelled" for trial in self.state.stages.values())
+        state: RunStatus = "done" if best is not None else "cancelled" if none_is_left else "failed"
         promoted: dict[str, Any] = {}
         if best is not None and self._promotes and (wanted := self._sweep.promote) is not None:
             try:
