@@ -136,7 +136,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
         (two if mesh.world_size == 2 else four).append(plan(name, mesh, **more))
     plans.run_together([*four, chain[0]], folder / "four")
     plans.run_together([*of_one, chain[1]], folder / "one")
-    plans.run_together([*two, chain[2]], folder / "two")
+    # kernels of experts, which inductor makes: the ring of GPUs
+    plans.run_together([*two, chain[2]], folder / "two", compiler="aot_eager")
     killed = plan("killed", TWO, steps=STEPS, **plans.dying(step=13, every=10))
     plans.launch_dying(killed, folder / "store", folder / "killed")
     fields = ("loss", "grad_norm", "expert_max_load_ratio")

@@ -223,7 +223,7 @@ def runs(folder):
     found = {}
     for world_size, variants in VARIANTS.items():
         made = [planned(folder, name, world_size, **changes) for name, changes in variants.items()]
-        # experts' kernels, which inductor makes: test_expert_parallel.py
+        # experts' kernels, which inductor makes: the ring of GPUs
         plans.run_together(made, folder / f"world-{world_size}", compiler="aot_eager")
         for plan in made:
             found[plan.run_id] = [r for r in plans.records(folder / "store", plan) if r["kind"] == "step"]

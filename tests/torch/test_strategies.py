@@ -57,10 +57,9 @@ def trained(folder):
             )
             for strategy in strategies
         ]
-        # blocks' kernels, which inductor makes: test_context.py
-        compiler = "aot_eager" if world_size > 1 else None
+        # kernels, which inductor makes: test_context.py
         made_too = others.get(world_size, {}).values()
-        plans.run_together([*made, *made_too], folder / f"world-{world_size}", compiler=compiler)
+        plans.run_together([*made, *made_too], folder / f"world-{world_size}", compiler="aot_eager")
         for plan in made:
             found[plan.run_id] = {
                 field: plans.by_step(folder / "store", plan, field) for field in ("loss", "grad_norm")
