@@ -9,22 +9,37 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kit.warm import Popen
 
 from benchmarks.peers import chats, rates, results, sides
+from benchmarks.validated import __main__ as validated
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_validated_checkpoint_of_each_side_is_found_and_its_lines_are_counted(tmp_path: Path):
-    argv = [sys.executable, "-m", "benchmarks.validated", "--quick", "--only", "cnn", "--peers", "raw DDP"]
-    done = subprocess.run(
-        [*argv, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+def test_a_validated_checkpoint_of_each_side_is_found_and_its_lines_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Both sides are forks of processes that have imported torch."""
+
+    def run(argv: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        ours = Path(argv[0]).name == "mlpipe"
+        argv = [sys.executable, "-m", "mlpipe.cli", *argv[1:]] if ours else argv
+        kind, env = ("cli", {**env, "KIT_WARM": "1"}) if ours else ("torchrun", env)
+        with (tmp_path / "output").open("w+") as output:
+            with Popen(kind, argv, cwd=ROOT, env=env, stdout=output, stderr=output) as side:
+                code = side.wait(600)
+            output.seek(0)
+            return subprocess.CompletedProcess(argv, code, output.read(), "")
+
+    monkeypatch.setattr(validated, "subprocess", SimpleNamespace(run=run))
+    argv = ["validated", "--quick", "--only", "cnn", "--peers", "raw DDP", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert validated.main() == 0
     rows = json.loads((tmp_path / "validated.json").read_text())["figures"]
     assert {row["unit"]: row["goal"] for row in rows} == {"s": None, "images/s": None, "lines": None}
     lines = next(row for row in rows if row["unit"] == "lines")
