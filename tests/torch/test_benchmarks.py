@@ -44,7 +44,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launched(argv: list[str], timeout: float, env: dict[str, str], **options: Any) -> Any:
         env = env | {"OMP_NUM_THREADS": "1"}
-        with Popen("torchrun", argv, env=env, **options) as launcher:
+        with Popen("ranks", argv, env=env, **options) as launcher:
             return subprocess.CompletedProcess(argv, launcher.wait(timeout))
 
     def linked(argv: list[str], **options: Any) -> Popen:
