@@ -23,6 +23,10 @@ from mlpipe._core.errors import ErrorKind, MlpipeError
 from mlpipe.train import debugger
 
 SLOW_FILE = "slow-nodes.json"
+_OUT_OF_MEMORY = (
+    "`mlpipe plan --explain` says what takes the GPU's memory; less of it: a smaller micro_batch, "
+    "activation_checkpointing: full, or a strategy that shards; nvidia-smi says who else is on the GPU"
+)
 
 
 @dataclass
@@ -59,7 +63,9 @@ def failed(error: BaseException, *, rank: int, step: int) -> Outcome:
             cause=getattr(error, "cause", None),
         )
     text = "left in the debugger" if left else f"{type(error).__name__}: {error}".strip()
-    return Outcome("failed", step, rank, "failed", text, f"rank {rank}, step {step}", time=time.time())
+    hint = _OUT_OF_MEMORY if type(error).__name__ == "OutOfMemoryError" else None  # torch's, without torch
+    place = f"rank {rank}, step {step}"
+    return Outcome("failed", step, rank, "failed", text, place, hint, time=time.time())
 
 
 def hang(rank: int, step: int, words: str, *, waiting: bool = False) -> Outcome:
