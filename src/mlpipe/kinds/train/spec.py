@@ -214,7 +214,7 @@ class Train(SpecModel):
         description="How often workers wait for each other. `collective`: at each block of a micro-batch; "
         "all have equally many. `resident`: once a step, for which weights stay gathered; who has long "
         "samples has fewer micro-batches. `on_demand`: the same, with weights read from their owners when "
-        "they are needed, on CPUs; of several nodes each has all weights, and gradients are summed across "
+        "they are needed; of several nodes each has all weights, and gradients are summed across "
         "them once a step. `auto`: for packed conversations `resident` where that fits, else `collective`.",
     )
     stragglers: Literal["leave", "move_load"] = Field(
