@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from statistics import median
 
 from mlpipe._core.cpus import num_cpus, processor
 from mlpipe._core.files import state_folder, write_whole
@@ -67,6 +67,8 @@ class Machine:
         seconds |= {name: core.passes_seconds / cores for name, core in self.core.items()}
         if not seconds:
             return base
+        from statistics import median  # which imports as much again as the planner
+
         # the catalogue's peak is of the matmuls' share that it assumes besides
         peaks = {name: core.matmul_flops * cores / base.achievable_ratio for name, core in self.core.items()}
         by = ["a short measurement"] if self.core else []
@@ -130,7 +132,11 @@ def save(machine: Machine) -> None:
 
 @lru_cache(maxsize=1)
 def torch() -> str:
-    """Version of the installed one, which is not imported; empty: there is none."""
+    """Version of the installed one, which is not imported; empty: there is none. By the name of its folder
+    where that is: importlib.metadata brings thirty modules."""
+    for folder in map(Path, sys.path):
+        if found := next(folder.glob("torch-*.dist-info"), None):
+            return found.name.removeprefix("torch-").removesuffix(".dist-info")
     from importlib.metadata import PackageNotFoundError, version
 
     try:

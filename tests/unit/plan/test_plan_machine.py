@@ -134,3 +134,11 @@ def test_half_a_measurement_is_used_and_is_not_all():
     machine.save(known(bf16=CORE["bf16"]))
     assert detect_hardware(None).speed.passes_seconds.keys() == {"bf16"}
     assert not machine.is_known()
+
+
+def test_the_version_of_torch_is_its_folders_and_else_what_metadata_says(monkeypatch, tmp_path):
+    (tmp_path / "torch-2.15.0+cpu.dist-info").mkdir()
+    monkeypatch.setattr(machine.sys, "path", [str(tmp_path / "none"), str(tmp_path)])
+    assert machine.torch.__wrapped__() == "2.15.0+cpu"
+    monkeypatch.setattr(machine.sys, "path", [])
+    assert machine.torch.__wrapped__() == ""

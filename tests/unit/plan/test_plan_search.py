@@ -14,7 +14,7 @@ from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.candidates import enumerate_candidates, pick
 from mlpipe.plan.choose import Candidate, cheaper, choose, verdict
 from mlpipe.plan.hardware import GIB, Hardware
-from mlpipe.plan.plan import Mesh
+from mlpipe.plan.plan import CHECKPOINTING, Mesh
 from mlpipe.plan.pricing import Pricer
 from mlpipe.plan.scaling import scale_stage
 from mlpipe.plan.shapes import dense
@@ -88,6 +88,35 @@ def test_bounds_are_below_every_layout_of_the_data_axes(preset: str, changes: li
                     assert found.memory is not None
                     assert found.memory.total >= num_bytes
                     assert found.step_seconds >= seconds
+
+
+@pytest.mark.parametrize("preset", ["llama-8b", "llama-3b"])
+def test_who_recomputes_more_takes_no_less_time(preset: str) -> None:
+    """Under any mesh that is looked at: so what is too slow without need not be looked at with it."""
+    spec, shape, hardware = asked(*sized(preset, 2, 32))
+    pricer = Pricer(shape, candidates._training(spec), hardware)
+    figures = candidates._figures(spec, shape)
+    for mesh in search.model_meshes(hardware, figures, lambda sizes: True):
+        for size in (1, 4):
+            choices = [candidates.Choices(size, mode, "bf16") for mode in CHECKPOINTING]
+            seconds = [pricer.bounds(mesh, each)[0] for each in choices]
+            assert seconds == sorted(seconds), (mesh, size)
+
+
+def test_what_was_looked_at_to_choose_is_not_looked_at_again_to_compare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, shape, hardware = asked(*sized("llama-8b", 2, 32))
+    pick(spec, shape, hardware)
+    looks: list[Mesh] = []
+    real = Pricer._least
+    monkeypatch.setattr(
+        Pricer, "_least", lambda self, mesh, each: looks.append(mesh) or real(self, mesh, each)
+    )
+    enumerate_candidates(spec, shape, hardware)
+    assert not looks
+    enumerate_candidates(spec, shape, dataclasses.replace(hardware, memory_bytes=40 * GIB))
+    assert looks
 
 
 def test_a_thousand_devices_are_searched_by_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
