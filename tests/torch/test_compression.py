@@ -15,8 +15,10 @@ from torch import Tensor
 
 from mlpipe._core.compression import BLOCK, CODES, COMPRESSIONS
 from mlpipe.plan.plan import CompressPlan
+from mlpipe.train.buckets import views
 from mlpipe.train.parallel.compression.averager import Link, averager_maker, code_of, padded
 from mlpipe.train.rank_rows import RankRows
+from mlpipe.train.replicas.compressed import CompressedSums
 from mlpipe.train.shards import LocalShard
 
 pytestmark = pytest.mark.torch
@@ -60,6 +62,41 @@ def test_what_is_not_told_now_is_told_later(name: str, num_ranks: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results, found[0][0], strict=True))
     plain = 3 * 2 * 4 * expected.numel() * (num_ranks - 1) / num_ranks
     assert found[0][2] < plain / 1.9
+
+
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_what_replicas_do_not_tell_now_they_tell_later_whoever_comes(name: str) -> None:
+    """Two, then three; what is summed for a step that is not committed leaves nothing behind. The first sum
+    is what a gang of two averages, to the bit."""
+    shapes = [torch.empty(one) for one in SHAPES]
+    sums = [CompressedSums(CompressPlan(name, ARGUMENTS.get(name, {}))) for _ in range(3)]
+    size = sum(tensor.numel() for tensor in shapes)
+
+    def step(number: int, num_ranks: int, commits: bool = True) -> list[Tensor]:
+        def work(link: Link) -> Tensor:
+            gradients = views(said(link.ranks.rank, num_ranks, number)[:size].clone(), shapes)
+            sums[link.ranks.rank].sum_(gradients, link)
+            if commits:
+                sums[link.ranks.rank].commit()
+            return torch.cat([one.reshape(-1) for one in gradients])
+
+        results: list[Tensor] = on_ranks(num_ranks, work)
+        assert all(torch.equal(one, results[0]) for one in results)
+        return results
+
+    def of_a_gang(link: Link) -> Tensor:
+        result: Tensor = averager_of(name).mean(said(link.ranks.rank, 2), link)
+        return result[:size] * 2
+
+    told = step(0, 2)[0]
+    assert torch.equal(told, on_ranks(2, of_a_gang)[0])
+    step(1, 2, commits=False)
+    for number in (2, 3):
+        told = told + step(number, 3)[0]
+    steps = [(0, 2), (2, 3), (3, 3)]
+    expected = sum(said(rank, many, n)[:size].double() for n, many in steps for rank in range(many))
+    left = sum(torch.cat(one._unsent).double() for one in sums)
+    torch.testing.assert_close(told + left, expected, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)

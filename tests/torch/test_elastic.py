@@ -17,7 +17,7 @@ from kit.command_runs import until
 from kit.warm import Popen
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import Entry, ModelPlan, Replicas
+from mlpipe.plan.plan import CompressPlan, Entry, ModelPlan, Replicas
 from mlpipe.store import catalogue, replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.data import MicrobatchLoader
@@ -178,7 +178,8 @@ def test_a_replica_of_several_ranks_is_healed_by_another_and_computes_the_same(t
 def test_a_coordinator_is_killed_or_told_to_end_and_another_one_takes_over(tmp_path, tokens):
     """As the pods of a cluster: a process for the coordinator, a launcher for each replica, and nobody above.
     No replica begins again, and no step is lost. One that is told to end while ranks go on gives up its seat:
-    the next one need not wait until nobody has renewed it. Then one is slow, and says so itself."""
+    the next one need not wait until nobody has renewed it. Then one is slow, and says so itself. What they
+    send is compressed."""
     slow, steps = tmp_path / "slow", 60
     slow.touch()
     args = {"seconds": 1.0, "while_file": str(slow), "dropout": 0.0, "lame": "1", "lame_seconds": 0.1}
@@ -191,6 +192,7 @@ def test_a_coordinator_is_killed_or_told_to_end_and_another_one_takes_over(tmp_p
         steps=steps,
         every=1000,
         model=model,
+        compress=CompressPlan("int8"),
         launch={"replicas": Replicas(2, 3)},
     )
     store = FolderStore(tmp_path / "store")
@@ -248,6 +250,7 @@ def test_a_coordinator_is_killed_or_told_to_end_and_another_one_takes_over(tmp_p
         assert list(last["stragglers"]) == ["1"]
     told = {n: json.loads((tmp_path / f"replica-{n}" / SLOW_FILE).read_text()) for n in range(2)}
     assert told == {0: {}, 1: {"here-1": pytest.approx(last["stragglers"]["1"], abs=0.06)}}
+    assert last["exchanged_plain_bytes"] / 4.1 < last["exchanged_bytes"] < last["exchanged_plain_bytes"] / 3
     assert members(store, plan) == 3 * [[0, 1]], "the same, told by each coordinator"
     assert "gives up its seat" in plans.log_of(tmp_path / "coordinator-2")
     assert catalogue.latest(store, plan.stage_key).step == steps

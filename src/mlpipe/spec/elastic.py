@@ -33,6 +33,13 @@ def problems(stage: Node) -> Iterator[Problem]:
         yield problem_of_key(preflight, "machines that come and go are not checked", "remove it")
     written, workers = batch_of(train), _number(stage, "resources", "gpus_per_node")
     workers = workers or _number(stage, "resources", "workers_per_node") or 1
+    compress = get(train, "compress")
+    if workers > 1 and compress is not None and compress.value is not None:
+        yield problem_of_key(
+            compress,
+            f"compress is between nodes that come and go of one worker each, and these have {workers}",
+            "remove compress",
+        )
     if written and (batch := written[0]) < most * workers:
         each, room = "1 worker" if workers == 1 else f"{workers} workers", batch // workers
         yield problem_of_key(
@@ -84,12 +91,16 @@ def _impossible(train: Node) -> Iterator[Problem]:
             "between nodes that come and go nothing is sent beside the backward pass",
             "remove buckets",
         )
-    for key in ("compress", "update"):
-        slow = get(train, key)
-        if slow is not None and slow.value is not None:
-            yield problem_of_key(
-                slow, f"{key} keeps what only one replica has, and replicas come and go", f"remove {key}"
-            )
+    update, factors = get(train, "update"), get(train, "compress", "powersgd")
+    if update is not None and update.value is not None:
+        yield problem_of_key(
+            update, "update keeps what only one replica has, and replicas come and go", "remove update"
+        )
+    if text_of(compress := get(train, "compress")) == "powersgd" or factors is not None:
+        assert compress is not None
+        yield problem_of_key(
+            compress, "powersgd keeps factors that all have alike, and who comes has none", "write int8"
+        )
     reading = get(train, "data", "workers")
     if reading is not None and reading.value != 0:
         yield problem_of_key(

@@ -3,7 +3,8 @@ replica talks to rank i of the others, over a process group that lives as long a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mlpipe.train.buckets import buckets, views
+from mlpipe.train.parallel.rank_group import RankGroup
 from mlpipe.train.replicas.member import Member
 
 _BUCKET_BYTES = 25 * 2**20
@@ -30,6 +32,7 @@ class Exchange:
     def __init__(self, member: Member, quorum: int, index: int, size: int) -> None:
         """Raises MembershipChanged."""
         self._group: dist.ProcessGroup | None = None
+        self.ranks = _Ranks(index, size, None, lambda function: function, self._do)
         if size > 1:
             seconds = _LOST_SECONDS + _BUCKET_BYTES / _LEAST_BYTES_PER_SECOND
             values = _Values(member, quorum)
@@ -74,6 +77,25 @@ class Exchange:
             self._group = None
             text = str(error).splitlines()[0]
         raise MembershipChanged(text)  # outside, so that nothing of the group outlives it
+
+
+@dataclass(frozen=True)
+class _Ranks(RankGroup):
+    """The members of a quorum, to what compresses. Raises MembershipChanged."""
+
+    do: Callable[..., None]
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """As over any ranks."""
+        whole = part.new_empty((self.num_ranks * part.shape[0], *part.shape[1:]), device="cpu")
+        self.do("_allgather_base", whole, part.cpu().contiguous())
+        return whole.to(part.device)
+
+    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """As over any ranks."""
+        received = torch.empty_like(rows, device="cpu")
+        self.do("alltoall_base", received, rows.cpu().contiguous(), [], [])
+        return received.to(rows.device)
 
 
 class _Values(dist.Store):

@@ -20,7 +20,9 @@ from mlpipe.plan.shares import Shares
 from mlpipe.store import replicas as store_replicas
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.optim.update import Update, after_load
+from mlpipe.train.parallel.compression.averager import Link
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.replicas.compressed import CompressedSums
 from mlpipe.train.replicas.exchange import Exchange, MembershipChanged
 from mlpipe.train.replicas.member import Member
 from mlpipe.train.resuming import Position, load_optimizer, optimizer_scalars, stored
@@ -59,6 +61,10 @@ class Replicas:
         self.seconds_per_token = 0.0
         self.shares = Shares(1)
         self.more_scalars: Callable[[], dict[str, Any]] = dict
+        self.compressed = None if plan.compress is None else CompressedSums(plan.compress)
+        if self.compressed is not None:
+            told, sent = model.step_metrics, self.compressed.end_step
+            model.step_metrics = lambda: told() | sent()
 
     @property
     def leads(self) -> bool:
@@ -148,6 +154,9 @@ class Replicas:
             raise MembershipChanged
         ok = True
         try:
+            if self.compressed is not None:
+                self.compressed.sum_(gradients, Link(self.exchange.ranks))
+                gradients = []
             self.exchange.sum_([*gradients, self.totals])
         except MembershipChanged:
             ok = False
@@ -155,6 +164,8 @@ class Replicas:
         vote = self.member.ask("vote", quorum=self.quorum, step=number, ok=ok, leaves=leaves)
         if not vote.get("commit"):
             raise MembershipChanged
+        if self.compressed is not None:
+            self.compressed.commit()
         self.void, self.leaving = vote["void"], vote["leaving"]
 
     def agreed(self, met: bool) -> bool:
