@@ -35,7 +35,7 @@ class HeldLease:
         self._patience_seconds = patience_seconds
         self._has_ended = has_ended
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._store = store
+        self.store = store
         self._run_id = run_id
         self._released = threading.Event()
         self._lost: str | None = None
@@ -46,12 +46,12 @@ class HeldLease:
         dead: str | None = None
         while True:
             try:
-                leases.take_lease(self._store, self._run_id, self.holder, LEASE_SECONDS, dead=dead)
+                leases.take_lease(self.store, self._run_id, self.holder, LEASE_SECONDS, dead=dead)
                 break
             except StoreError as error:
                 if time.monotonic() >= deadline:
                     raise
-                former = runs.read_run(self._store, self._run_id).driver if error.kind == "input" else None
+                former = runs.read_run(self.store, self._run_id).driver if error.kind == "input" else None
                 dead = former.holder if former is not None and self._has_ended(former) else None
                 if dead is None:
                     time.sleep(1.0)
@@ -61,7 +61,7 @@ class HeldLease:
     def __exit__(self, *_: object) -> None:
         self._released.set()
         try:
-            leases.release_lease(self._store, self._run_id, self.holder)
+            leases.release_lease(self.store, self._run_id, self.holder)
         except StoreError:
             return  # it expires by itself, and an error on its way out must not be hidden by this one
 
@@ -77,7 +77,7 @@ class HeldLease:
         renewed = time.monotonic()
         while not self._released.wait(_RENEW_SECONDS):
             try:
-                leases.renew_lease(self._store, self._run_id, self.holder, LEASE_SECONDS)
+                leases.renew_lease(self.store, self._run_id, self.holder, LEASE_SECONDS)
                 renewed = time.monotonic()
             except StoreError as error:
                 if self._is_taken() or time.monotonic() - renewed > LEASE_SECONDS:
@@ -86,7 +86,7 @@ class HeldLease:
 
     def _is_taken(self) -> bool:
         try:
-            driver = runs.read_run(self._store, self._run_id).driver
+            driver = runs.read_run(self.store, self._run_id).driver
         except StoreError:
             return False
         return driver is None or driver.holder != self.holder

@@ -87,7 +87,7 @@ def drive_sweep(
         if former.state in runs.RUN_ENDED and not (again or waits or lacks):
             return former
         runs.reopen(store, sweep_id, (), again=again)
-        return _Controller(store, submission, lease, stop, console, promotes, former.state).run(watch)
+        return _Controller(submission, lease, stop, console, promotes, former.state).run(watch)
 
 
 def _waits_again(store: Store, sweep: RunState) -> list[str]:
@@ -128,7 +128,6 @@ def _rungs(submission: Submission) -> list[int]:
 class _Controller:
     def __init__(
         self,
-        store: Store,
         submission: Submission,
         lease: HeldLease,
         stop: StopRequest,
@@ -138,18 +137,18 @@ class _Controller:
     ) -> None:
         """`left_as`: by the controller before us."""
         self._promotes, self._left_as = promotes, left_as
-        self._store, self._console = store, console
+        self._store, self._console = lease.store, console
         self._submission, self._lease, self._stop = submission, lease, stop
         self._sweep, self._id = sweep_of(submission), submission.run_id or ""
         self._rungs = _rungs(submission)
-        self.state = runs.read_run(store, self._id)
+        self.state = runs.read_run(self._store, self._id)
         self._backend = backends.of_run(self.state)
         self._num_slots = slots_of(self._sweep)
         self._following: dict[str, _Following] = {}
         self._batch: Batch | None = None
         self._waiting: Mapping[str, str] = {}  # trials that the batch has not begun
         self._is_rid = True  # of what the batch had besides trials with drivers, once the sweep stops
-        self._look_seconds = _LOOK_SECONDS[store.local_path("runs") is None]
+        self._look_seconds = _LOOK_SECONDS[self._store.local_path("runs") is None]
         self._looked_for_cancel = 0.0
 
     def run(self, watch: Callable[[RunState], None]) -> RunState:
