@@ -370,6 +370,7 @@ class Given:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, waits: list[str]) -> None:
         self.waits = dict.fromkeys(waits, "it is new")
+        self.taken = False
         self.lost: dict[str, str] = {}
         self.fresh: list[list[str]] = []
         self.cancelled: list[list[str]] = []
@@ -381,9 +382,10 @@ class Given:
         return self
 
     def meta(self) -> dict[str, Any]:
-        return {"name": "array"}
+        return {"name": "array", "taken": self.taken}
 
     def waiting(self) -> dict[str, str]:
+        self.taken = True
         return dict(self.waits)
 
     def gone(self) -> dict[str, str]:
