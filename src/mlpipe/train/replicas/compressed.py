@@ -35,11 +35,12 @@ class CompressedSums:
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).float()
             if self._unsent:
                 flat += self._unsent[number]
-            total, left = flat, torch.zeros_like(flat)
             if num_ranks > 1:
                 whole = F.pad(flat, (0, padded(len(flat), num_ranks) - len(flat)))
                 total = self._make(bucket).mean(whole, link)[: len(flat)] * num_ranks
                 left = whole[: len(flat)]
+            else:
+                total, left = flat, torch.zeros_like(flat)
             self._left.append(left)
             for tensor, part in zip(bucket, views(total, bucket), strict=True):
                 tensor.copy_(part)
