@@ -102,7 +102,7 @@ def expected(
     `meetings`: what each way takes besides, in the unit of the works."""
     more = meetings or {"collective": 0.0, communication: 0.0}
     together = sum(cost_of_step(step, "collective") for step in equal) + more["collective"]
-    alone = sum(cost_of_step(step, communication, NUM_BLOCKS) for step in free) + more[communication]
+    alone = sum(cost_of_step(step, communication, "cpu", NUM_BLOCKS) for step in free) + more[communication]
     return together / alone
 
 

@@ -26,6 +26,7 @@ from mlpipe.plan.shares import bounds
 Row = list[int]  # numbers of samples of the step
 Work = list[list[float]]  # of a step: of each rank each microbatch's, in any unit
 Mode = Literal["best_fit", "balanced"]
+Device = Literal["cpu", "cuda"]
 
 
 def deal(
@@ -63,12 +64,16 @@ def waits_of(communication: Communication, mesh: Mesh) -> Communication:
     return "on_demand" if communication == "resident" and mesh.dp_shard == 1 else communication
 
 
-def cost_of_step(work: Work, communication: Communication, num_blocks: int = 16) -> float:
+def cost_of_step(
+    work: Work, communication: Communication, device: Device = "cuda", num_blocks: int = 16
+) -> float:
     """Until all ranks are done. Where they meet in each microbatch it takes as long as the longest beside it;
     on demand nobody waits before the end. Where weights are gathered once, ranks go through the first forward
-    pass together, and through the last backward pass, two thirds of a microbatch's work: nobody begins a
-    block whose weights are gathered as all begin the one before, nor ends one before all have ended the one
-    before. `num_blocks`: of the model; more than a few make little difference."""
+    pass together, and through the last backward pass, two thirds of a microbatch's work. On GPUs collectives
+    wait in a stream of their own: nobody begins a block whose weights are gathered as all begin the one
+    before, nor ends one before all have ended the one before. With gloo ranks themselves wait in them: they
+    begin each block of the first together, and end each of the last together. `num_blocks`: of the model;
+    more than a few make little difference."""
     if communication == "collective":
         return math.fsum(map(max, zip_longest(*work, fillvalue=0.0)))
     if communication == "on_demand":
@@ -77,23 +82,25 @@ def cost_of_step(work: Work, communication: Communication, num_blocks: int = 16)
     last = [2 * rows[-1] / 3 if rows else 0.0 for rows in work]
     begins, ends = [0.0] * len(work), [0.0] * len(work)
     for _ in range(num_blocks):
-        all_began = max(begins)
-        begins = [max(end, all_began) for end in ends]
+        begun = max(begins if device == "cuda" else ends)
+        begins = [max(end, begun) for end in ends]
         ends = [begin + pass_ / num_blocks for begin, pass_ in zip(begins, first, strict=True)]
     ends = [end + sum(rows) - a - b for end, rows, a, b in zip(ends, work, first, last, strict=True)]
     all_ended = 0.0
     for _ in range(num_blocks):
         ends = [max(end + pass_ / num_blocks, all_ended) for end, pass_ in zip(ends, last, strict=True)]
         all_ended = max(ends)
+        if device == "cpu":
+            ends = [all_ended] * len(ends)
     return all_ended
 
 
-def idle_ratio(steps: Iterable[Work], communication: Communication) -> float:
+def idle_ratio(steps: Iterable[Work], communication: Communication, device: Device = "cuda") -> float:
     """Share of the ranks' time for which they wait for each other, over all `steps`."""
     busy, taken = 0.0, 0.0
     for work in steps:
         busy += sum(map(sum, work))
-        taken += len(work) * cost_of_step(work, communication)
+        taken += len(work) * cost_of_step(work, communication, device)
     return 1 - busy / taken if taken else 0.0
 
 

@@ -209,7 +209,7 @@ class Pricer:
         if self.uneven is None:
             return step_passes
         capacity = choices.micro_batch * self.training.seq_len
-        dealt = self.uneven.dealt(mesh, capacity, choices.communication)
+        dealt = self.uneven.dealt(mesh, capacity, choices.communication, self.hardware.device)
         full = choices.micro_batch * self.uneven.cost(self.training.seq_len)
         return step_passes.of_rows(dealt.num_rows, dealt.work / (dealt.num_rows * full))
 

@@ -454,7 +454,7 @@ def _idle(spec: Train, shape: ModelShape | None, hardware: Hardware, chosen: Can
     ways = get_args(Communication) if mesh.ep == 1 else ("collective",)
     if not reads_on_demand(mesh, hardware):
         ways = tuple(way for way in ways if way != "on_demand")
-    return {way: round(uneven.idle(mesh, capacity, way), 3) for way in ways}
+    return {way: round(uneven.idle(mesh, capacity, way, hardware.device), 3) for way in ways}
 
 
 def _predicted(chosen: Candidate, hardware: Hardware, idle: dict[str, float]) -> Prediction | None:

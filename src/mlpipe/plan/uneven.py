@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from mlpipe.plan.dealing import (
+    Device,
     Mode,
     Work,
     cost_of_step,
@@ -56,27 +57,27 @@ class Uneven:
     ) -> None:
         self.lengths, self.cost, self.packing = lengths, cost, packing
         self.global_batch, self.weights = global_batch, weights
-        self._known: dict[tuple[int, bool, int, Communication], Dealt] = {}
+        self._known: dict[tuple[int, bool, int, Communication, Device], Dealt] = {}
 
     @cached_property
     def num_tokens(self) -> float:
         """Of a step, on the mean."""
         return fmean(map(sum, self._steps))
 
-    def dealt(self, mesh: Mesh, capacity: int, communication: Communication) -> Dealt:
+    def dealt(self, mesh: Mesh, capacity: int, communication: Communication, device: Device) -> Dealt:
         """`capacity`: tokens of a row. Time that bytes are on the way is none of it."""
-        key = mesh.num_data_ranks, mesh.dp_shard > 1, capacity, communication
+        key = mesh.num_data_ranks, mesh.dp_shard > 1, capacity, communication, device
         if key not in self._known:
             steps = list(self._works(mesh.num_data_ranks, capacity, communication != "collective"))
             waits = waits_of(communication, mesh)
             rows = fmean(max(map(len, work)) for work in steps)
-            work = fmean(cost_of_step(work, waits) for work in steps)
-            self._known[key] = Dealt(round(rows), work, idle_ratio(steps, waits))
+            work = fmean(cost_of_step(work, waits, device) for work in steps)
+            self._known[key] = Dealt(round(rows), work, idle_ratio(steps, waits, device))
         return self._known[key]
 
-    def idle(self, mesh: Mesh, capacity: int, communication: Communication) -> float:
+    def idle(self, mesh: Mesh, capacity: int, communication: Communication, device: Device) -> float:
         """Share of the workers' time for which they wait."""
-        return self.dealt(mesh, capacity, communication).idle_ratio
+        return self.dealt(mesh, capacity, communication, device).idle_ratio
 
     def _works(self, num_ranks: int, capacity: int, freely: bool) -> Iterator[Work]:
         for lengths in self._steps:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from mlpipe.plan.dealing import (
+    Device,
     Mode,
     Row,
     best_fit_decreasing,
@@ -71,7 +72,9 @@ class UnevenLoader(MicrobatchLoader):
         speeds = self.speeds or [1.0] * len(dealt)
         works = zip(work_of(dealt, costs), speeds, strict=True)
         seconds = [[work / speed for work in rows] for rows, speed in works]
-        most = cost_of_step(seconds, waits_of(self.communication, self.world.mesh)) * speeds[self.share[0]]
+        waits = waits_of(self.communication, self.world.mesh)
+        device: Device = "cuda" if self.world.device.type == "cuda" else "cpu"
+        most = cost_of_step(seconds, waits, device) * speeds[self.share[0]]
         packed = [
             replace(self._packed(indices[row]), work=(work, work * max(1.0, most / sum(each))))
             for row, work in zip(rows or [least], each, strict=True)

@@ -102,16 +102,20 @@ def test_a_rank_with_a_long_sample_has_fewer_rows():
 
 def test_waiting_follows_from_where_ranks_meet():
     """By hand: [8, 1, 8, 1] beside [1, 8, 1, 8]. Together each microbatch takes 8. Gathered once, with four
-    blocks: the second rank is through its first forward pass at 4/3 + 1/12, and through its first half of the
-    last backward pass at 17.5 with the first rank, which has the longer way to there; its other half takes
-    8/3. Measured was 1.58 times less than together, and that is 1.587."""
+    blocks, on GPUs: the second rank is through its first forward pass at 4/3 + 1/12, and through its first
+    half of the last backward pass at 17.5 with the first rank, which has the longer way to there; its other
+    half takes 8/3. With gloo they are through the first quarter of it at 17.5 together, and the second
+    rank's other three take 4: 1.49 times less than together, and 1.51 was measured."""
     work = [[8.0, 1.0, 8.0, 1.0], [1.0, 8.0, 1.0, 8.0]]
     assert cost_of_step(work, "collective") == 32
     assert cost_of_step(work, "on_demand") == 18
-    assert cost_of_step(work, "resident", 4) == pytest.approx(17.5 + 8 / 3)
-    assert cost_of_step(work, "resident", 1) == 18
-    # who is through its first pass at 1 if alone is at 1.75, and 14 more are before it
-    assert cost_of_step([[9.0, 1.0, 3.0], [3.0, 9.0, 3.0]], "resident", 4) == 15.75
+    assert cost_of_step(work, "resident", "cuda", 4) == pytest.approx(17.5 + 8 / 3)
+    assert cost_of_step(work, "resident", "cpu", 4) == pytest.approx(17.5 + 4)
+    assert cost_of_step(work, "resident", "cuda", 1) == cost_of_step(work, "resident", "cpu", 1) == 18
+    # who is through its first pass at 1 if alone is at 1.75 or 2.5, and 14 more are before it
+    work_ahead = [[9.0, 1.0, 3.0], [3.0, 9.0, 3.0]]
+    assert cost_of_step(work_ahead, "resident", "cuda", 4) == 15.75
+    assert cost_of_step(work_ahead, "resident", "cpu", 4) == 16.5
     assert idle_ratio([work, work], "collective") == pytest.approx(1 - 18 / 32)
     assert idle_ratio([work], "on_demand") == 0
     assert idle_ratio([[[3.0], []]], "resident") == idle_ratio([[[3.0], []]], "collective") == 0.5

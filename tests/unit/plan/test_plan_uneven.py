@@ -57,12 +57,12 @@ def test_the_gain_of_the_planner_is_that_of_the_benchmark(name):
     lengths = [length(draw) for _ in range(2000)]
     uneven = Uneven(lengths, benchmark.cost, 8 * 4, "balanced")
     mesh = Mesh(dp_shard=4)
-    often, seldom = (uneven.idle(mesh, capacity, way) for way in ("collective", "on_demand"))
+    often, seldom = (uneven.idle(mesh, capacity, way, "cpu") for way in ("collective", "on_demand"))
     equal, free, _ = benchmark.mixed(name, 8, 4, 24)
     assert (1 - seldom) / (1 - often) == pytest.approx(benchmark.expected(equal, free, "on_demand"), rel=0.1)
-    assert seldom < uneven.idle(mesh, capacity, "resident")
+    assert seldom < uneven.idle(mesh, capacity, "resident", "cuda")
     # copies of whole weights meet behind the last pass alone
-    assert uneven.idle(Mesh(dp_replicate=4), capacity, "resident") == seldom
+    assert uneven.idle(Mesh(dp_replicate=4), capacity, "resident", "cpu") == seldom
 
 
 def test_what_meetings_take_is_expected_as_well():
