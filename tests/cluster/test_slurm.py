@@ -249,12 +249,12 @@ def test_of_an_array_trials_are_lost_cancelled_and_fail_and_the_others_never_kno
     person, hold, spec, undisturbed
 ):
     """Two trials at a time; the first has seed 0, and is the run that nothing befell: a rank of it is killed.
-    The second is cancelled, the fourth by Slurm's own command before it began, the last one fails, and the
-    process that drives the sweep is killed."""
+    The second is cancelled, the fourth by Slurm's own command before it began, the fifth fails, the last one
+    is cancelled before it began, and the process that drives the sweep is killed."""
     document = json.loads(spec.read_text())
     model = {**hold.model, "args": {**hold.model["args"], "fails": 4}}
     document["stages"] = [training(model, {"nodes": 1, "workers_per_node": 2, "cpus": 2, "memory": "2 GiB"})]
-    document["sweep"] = {"over": {"seed": "0..4"}, "max_parallel": 2, "metric": {"name": "loss"}}
+    document["sweep"] = {"over": {"seed": "0..5"}, "max_parallel": 2, "metric": {"name": "loss"}}
     swept = person.folder / "swept.yaml"
     swept.write_text(json.dumps(document))
     with hold:
@@ -264,19 +264,22 @@ def test_of_an_array_trials_are_lost_cancelled_and_fail_and_the_others_never_kno
         for trial in ("swept-000", "swept-001"):
             person.until_step(trial, 2)
         array = person.job("swept")
-        assert person.waiting(array) == {f"{array}_{number}" for number in (2, 3, 4)}
+        assert person.waiting(array) == {f"{array}_{number}" for number in (2, 3, 4, 5)}
         assert "sweep.max_parallel" in runs.read_run(person.there, "swept").stages["002"].message
         person.cluster.run("scancel", f"{array}_3")
+        assert person.json("cancel", "swept-005")["state"] == "cancelled"
+        assert person.waiting(array) == {f"{array}_2", f"{array}_4"}
         os.kill(ranks("swept-000")[0][0], signal.SIGKILL)
         assert person.json("cancel", "swept-001")["state"] == "cancelled"
         os.killpg(driver.pid, signal.SIGKILL)
         driver.communicate()
         until(lambda: person.restarts(f"{array}_0") == 1, "the first trial's job to start again")
+    bad = ["cancelled", "failed", "cancelled"]
     done = person.json("sweep", "--resume", "swept")
-    assert [one["state"] for one in done["trials"]] == ["done", "cancelled", "done", "cancelled", "failed"]
+    assert [one["state"] for one in done["trials"]] == ["done", "cancelled", "done", *bad]
     person("resume", "swept-001")
     done = person.json("sweep", "--resume", "swept")
-    assert [one["state"] for one in done["trials"]] == ["done"] * 3 + ["cancelled", "failed"]
+    assert [one["state"] for one in done["trials"]] == ["done"] * 3 + bad
     names = person.cluster.run("squeue", "--array", "--states=all", "--noheader", "--format=%j").split()
     jobs = {name: names.count(name) for name in names if name.startswith("mlpipe/swept")}
     assert jobs == {"mlpipe/swept/train/1": 4, "mlpipe/swept-001/train/2": 1}, (

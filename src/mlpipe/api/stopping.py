@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mlpipe.store import runs, sweeps
 from mlpipe.submit import backends
 from mlpipe.submit.driver import cancel
-from mlpipe.submit.sweeps.cancel import cancel_sweep
+from mlpipe.submit.sweeps.cancel import cancel_sweep, cancel_trial, waiting_trial
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -34,5 +34,7 @@ def stop_run(
     if runs.clear_claim(store, run_id):
         return None
     who = f"cancelled by {getpass.getuser()} on {socket.gethostname()}"
+    if (trial := waiting_trial(store, run_id)) is not None:
+        return cancel_trial(store, *trial, who, timeout_seconds=timeout_seconds)
     stop = cancel_sweep if sweeps.is_sweep(runs.read_run(store, run_id)) else cancel
     return stop(store, run_id, who, timeout_seconds=timeout_seconds)

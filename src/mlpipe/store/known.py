@@ -19,6 +19,7 @@ from mlpipe._core.errors import MlpipeError, StoreError
 from mlpipe._core.files import state_folder, write_whole
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
+from mlpipe.store.sweeps import sweep_of_trial
 
 
 class NoRunError(StoreError):
@@ -64,8 +65,10 @@ def is_claimed(store: Store, run_id: str) -> bool:
 
 
 def is_known(store: Store, run_id: str) -> bool:
-    """The same, or a build of Jenkins was asked to make it."""
-    return is_claimed(store, run_id) or store.exists(f"runs/{run_id}/jenkins.json")
+    """The same, or a build of Jenkins was asked to make it, or it is a trial that its sweep is to begin."""
+    if is_claimed(store, run_id) or store.exists(f"runs/{run_id}/jenkins.json"):
+        return True
+    return sweep_of_trial(store, run_id) is not None
 
 
 def find(run_id: str, urls: Sequence[str], *, timeout_seconds: float) -> tuple[list[Store], list[str]]:

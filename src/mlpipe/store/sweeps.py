@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlpipe.store.runs import RunState, StageState
+from mlpipe.store.base import Store
+from mlpipe.store.runs import RunState, StageState, read_run
 
 
 def is_sweep(run: RunState) -> bool:
@@ -29,6 +30,15 @@ def trial_name(number: int) -> str:
 def trial_run_id(sweep_id: str, trial: str) -> str:
     """Of the run that the trial is."""
     return f"{sweep_id}-{trial}"
+
+
+def sweep_of_trial(store: Store, run_id: str) -> RunState | None:
+    """The sweep of which a trial has this id, begun or not; None where there is none."""
+    sweep_id, _, name = run_id.rpartition("-")
+    if not sweep_id or not store.exists(f"runs/{sweep_id}/run.json"):
+        return None
+    sweep = read_run(store, sweep_id)
+    return sweep if is_sweep(sweep) and name in sweep.stages else None
 
 
 def values_of(sweep: RunState, trial: str) -> Mapping[str, Any]:

@@ -24,5 +24,8 @@ class Batch(Protocol):
     def trial(self, name: str) -> Mapping[str, str] | None:
         """What the trial's run keeps of it; None: the trial is not in it."""
 
+    def take_back(self, name: str) -> None:
+        """Ends a trial that has not begun; it is `gone` then. One that begins meanwhile goes on."""
+
     def cancel(self, but: Collection[str]) -> bool:
         """Ends all trials `but` those that have drivers. Whether they have ended."""

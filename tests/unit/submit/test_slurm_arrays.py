@@ -144,6 +144,23 @@ def test_an_array_is_sent_once_and_a_trial_that_is_cancelled_in_it_will_not_begi
     assert cluster.cancelled == ["1_1"], "the one with a driver saves"
 
 
+def test_a_trial_that_is_taken_back_is_gone_and_one_that_has_begun_goes_on(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    """Also where it was not sent yet."""
+    one = batch(tmp_path)
+    one.take_back("001")
+    one.take_back("000")
+    one.waiting()
+    cluster.now("1_0", "RUNNING")
+    one.waiting()
+    assert cluster.cancelled == ["1_1"]
+    cluster.jobs = [job for job in cluster.jobs if job.id != "1_1"]
+    one.waiting()
+    assert one.waiting() == {"002": one.waiting()["002"]}
+    assert list(one.gone()) == ["001"]
+
+
 def test_a_lost_answer_sends_no_second_array_and_one_that_comes_late_is_cancelled(
     tmp_path: Path, cluster: Cluster
 ) -> None:

@@ -25,6 +25,7 @@ from kit.command_runs import until
 from kit.sweep_backend import Quiet, Simulated
 
 from mlpipe._core.errors import StoreError, SubmitError
+from mlpipe.api import stopping
 from mlpipe.cli import sweep as verb
 from mlpipe.cli import sweep_follow
 from mlpipe.cli.session import CliSession
@@ -394,6 +395,10 @@ class Given:
     def trial(self, name: str) -> dict[str, str]:
         return {"job": name}
 
+    def take_back(self, name: str) -> None:
+        if self.waits.pop(name, None) is not None:
+            self.lost[name] = "somebody cancelled it"
+
     def cancel(self, but: Any) -> bool:
         self.cancelled.append(sorted(but))
         return len(self.cancelled) > 1  # it takes a while
@@ -427,6 +432,32 @@ def test_trials_that_their_place_starts_get_drivers_once_they_have_begun(store, 
     )
     assert drive(store).seq == sweep.seq  # nothing to do
     assert there.fresh == [["000", "001", "002", "003"]]
+
+
+@pytest.mark.parametrize("with_batch", [True, False])
+def test_a_trial_that_waits_is_cancelled_alone(store, tmp_path, monkeypatch, with_batch):
+    """By its controller, then, without one, in its place; a resume of the sweep begins neither."""
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..3"}, max_parallel=1)
+    there = Given(monkeypatch, ["001", "002", "003"]) if with_batch else None
+    stop, ended = StopRequest(), list[RunState | None]()
+    thread = threading.Thread(target=lambda: ended.append(drive(store, stop=stop)))
+    thread.start()
+    until(lambda: Simulated.started["s-000"], "the first trial")
+    assert stopping.stop_run(store, "s-002", Quiet(), timeout_seconds=300).state == "cancelled"
+    assert states(store) == {"000": "running", "001": "pending", "002": "cancelled", "003": "pending"}
+    stop.request("interrupted", "stopped by SIGINT")
+    thread.join(300)
+    if there is not None:
+        there.cancelled.clear()
+    run = stopping.stop_run(store, "s-003", Quiet(), timeout_seconds=300)
+    assert (run.state, run.message.split()[0], run.meta["sweep"]) == ("cancelled", "cancelled", "s")
+    if there is not None:
+        assert there.cancelled == [["000", "001", "002"]] * 2
+        there.waits.clear()
+    Simulated.go.set()
+    assert drive(store).state == "done"
+    assert states(store) == {"000": "done", "001": "done", "002": "cancelled", "003": "cancelled"}
+    assert set(Simulated.started) == {"s-000", "s-001"}
 
 
 def test_a_stop_takes_back_what_has_not_begun_with_and_without_a_controller(store, tmp_path, monkeypatch):

@@ -137,6 +137,7 @@ class ArrayBatch:
         self._waiting = {name: "" for names in self._trials.values() for name in names}  # until a look
         self._missed: set[str] = set()
         self._gone: dict[str, str] = {}
+        self._unwanted: set[str] = set()
         self._was_sent = self._is_over = self._is_stopping = self._is_rid = False
         self._driven = [name for name, trial in sweep.stages.items() if trial.state == "running"]
         self._was_stopped = sweep.state == "cancelled"  # and of what it took back some may be ending
@@ -165,6 +166,11 @@ class ArrayBatch:
             return None
         output, job = self._output.replace(ARRAY_FIGURE, name), f"{self._number}_{int(name)}"
         return {"job": job, "name": self._name, "comment": self._known_by, "output": output}
+
+    def take_back(self, name: str) -> None:
+        if name not in self._unwanted:
+            self._unwanted.add(name)
+            self._look_at, self._pause = 0.0, FIRST_POLL_SECONDS
 
     def cancel(self, but: Collection[str]) -> bool:
         if not self._is_stopping:  # at once, however far off the next look is
@@ -228,6 +234,8 @@ class ArrayBatch:
             if job.state == "PENDING" and not job.restarts
         }
         self._is_over = not self._waiting
+        if ends := [tasks[name].id for name in self._unwanted & self._waiting.keys() & tasks.keys()]:
+            client.cancel(*sorted(ends))
 
     def _is_of(self, number: str, known_by: str) -> None:
         self._number, self._known_by = number, known_by

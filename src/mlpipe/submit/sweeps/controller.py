@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
@@ -23,10 +22,9 @@ from mlpipe.observe.measured import CurveFollower, metrics_of, value_at, value_o
 from mlpipe.spec.sweep import DEFAULT_ETA
 from mlpipe.store import leases, runs, sweeps
 from mlpipe.store.base import Store
-from mlpipe.store.outcome import read_outcome
 from mlpipe.store.runs import RunState, RunStatus, StageState
 from mlpipe.submit import backends, seal
-from mlpipe.submit.adopt import DriveRequest, record
+from mlpipe.submit.adopt import DriveRequest
 from mlpipe.submit.batch import METHODS, Batch
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease, update_held
@@ -36,6 +34,7 @@ from mlpipe.submit.sweeps.create import slots_of, sweep_of, trial_submission
 from mlpipe.submit.sweeps.promote import promote_best
 from mlpipe.submit.sweeps.slots import part_of_machine
 from mlpipe.submit.sweeps.tpe import suggest
+from mlpipe.submit.sweeps.unbegun import UNWANTED, cancel_unbegun, note_saved, record_trial
 
 STOPPED = "its sweep was stopped"  # why a trial is cancelled that goes on when its sweep does
 _TERMINATED = "stopped by SIGTERM"  # and of one on this machine that did not hear it in time
@@ -73,12 +72,7 @@ def drive_sweep(
     when it was submitted; SubmitError if the lease was lost on the way. Trials go on then.
     """
     former = runs.read_run(store, sweep_id)
-    sealed = seal.verified(store, former, digests=None, trust_store=trust_store)
-    pipeline = sealed.load(sweep_id)
-    spec = str(former.meta.get("spec") or f"runs/{sweep_id}/pipeline.yaml")
-    submission = Submission(
-        spec, sealed.pipeline, sealed.overrides, pipeline, store.url, sealed.folder, run_id=sweep_id
-    )
+    submission = submission_of(store, former, trust_store=trust_store)
     with HeldLease(store, sweep_id) as lease:
         former = runs.read_run(store, sweep_id)  # as the controller before us left it
         again = _waits_again(store, former)
@@ -88,6 +82,21 @@ def drive_sweep(
             return former
         runs.reopen(store, sweep_id, (), again=again)
         return _Controller(submission, lease, stop, console, promotes, former.state).run(watch)
+
+
+def submission_of(store: Store, sweep: RunState, *, trust_store: bool = False) -> Submission:
+    """As which the sweep was asked for. Raises SubmitError (input) if it is not what it was then."""
+    sealed = seal.verified(store, sweep, digests=None, trust_store=trust_store)
+    pipeline, name = sealed.load(sweep.run_id), f"runs/{sweep.run_id}/pipeline.yaml"
+    return Submission(
+        str(sweep.meta.get("spec") or name),
+        sealed.pipeline,
+        sealed.overrides,
+        pipeline,
+        store.url,
+        sealed.folder,
+        run_id=sweep.run_id,
+    )
 
 
 def _waits_again(store: Store, sweep: RunState) -> list[str]:
@@ -106,16 +115,6 @@ def _waits_again(store: Store, sweep: RunState) -> list[str]:
         ):
             again.append(name)
     return again
-
-
-def _cancelled(run: RunState, why: str) -> RunState:
-    """Before anything of it began."""
-    stages = {name: replace(stage, state="skipped", message=why) for name, stage in run.stages.items()}
-    return replace(run, state="cancelled", message=why, stages=stages)
-
-
-def _stopped_in(run: RunState, stage: str, how: StageState) -> RunState:
-    return replace(run, state="cancelled", message=how.message, stages={**run.stages, stage: how})
 
 
 def _rungs(submission: Submission) -> list[int]:
@@ -179,6 +178,8 @@ class _Controller:
                 self._follow(name)
             if self._batch is not None:
                 self._tend(self._batch)
+            if self._stop.kind is None:
+                self._take_back_unbegun()
             while self._stop.kind is None and (new := self._next()) is not None:
                 self._start(new)
             if self._stop.kind is not None:
@@ -232,16 +233,37 @@ class _Controller:
             self._update(lambda run: replace(run, meta={**run.meta, "batch": kept}))
         for name, why in batch.gone().items():
             if self.state.stages[name].state == "pending" and self._is_untouched(name):
-                run_id = self._recorded(name, batch.trial(name)).run_id or ""  # which `mlpipe resume` finds
-                runs.update_run(self._store, run_id, partial(_cancelled, why=why))
-                self._ended(name, "cancelled", why, {})
+                self._cancel_unbegun(name, why)
         said = {
-            name: replace(self.state.stages[name], message=why)
+            name: why
             for name, why in self._waiting.items()
             if self.state.stages[name].state == "pending" and self.state.stages[name].message != why
         }
+
+        def say(run: RunState) -> RunState:
+            told = {name: replace(run.stages[name], message=why) for name, why in said.items()}
+            return replace(run, stages={**run.stages, **told})
+
         if said:
-            self._update(lambda run: replace(run, stages={**run.stages, **said}))
+            self._update(say)
+
+    def _take_back_unbegun(self) -> None:
+        """Trials that somebody cancelled before they began, see `cancel.py`. Of those that the batch has, it
+        tells once they are gone; one that has begun there meanwhile gets its driver, and is cancelled as any
+        run."""
+        for name, trial in self.state.stages.items():
+            if trial.state != "pending" or (why := trial.outcome.get(UNWANTED)) is None:
+                continue
+            if self._batch is None or (name not in self._waiting and self._batch.trial(name) is None):
+                self._cancel_unbegun(name, why)
+            elif name in self._waiting:
+                self._batch.take_back(name)
+
+    def _cancel_unbegun(self, name: str, why: str) -> None:
+        why = self.state.stages[name].outcome.get(UNWANTED, why)
+        run_id = self._recorded(name, self._batch.trial(name) if self._batch else None).run_id or ""
+        cancel_unbegun(self._store, run_id, why)  # a run, which `mlpipe resume` finds
+        self._ended(name, "cancelled", why, {})
 
     # A trial
 
@@ -314,22 +336,10 @@ class _Controller:
         """The trial's, of which there is a run from now on. `begun`: as what, if it is not under way."""
         begun = begun or self.state.stages[name].outcome.get("batch")
         submission = trial_submission(self._submission, self._id, name, sweeps.values_of(self.state, name))
-        if not self._store.exists(f"runs/{submission.run_id}/run.json"):
-            stages = [stage.name for stage in submission.pipeline.stages]
-            more = {"batch": begun} if begun is not None else {}
-            record(self._store, self._backend, submission, stages, sweep=self._id, **more)
-            if self._left_as == "cancelled":
-                self._note_saved(submission.run_id or "", stages)
+        is_new = record_trial(self._store, self._backend, submission, self._id, begun)
+        if is_new and self._left_as == "cancelled":
+            note_saved(self._store, submission.run_id or "", STOPPED)
         return submission
-
-    def _note_saved(self, run_id: str, stages: list[str]) -> None:
-        """Of a trial that the batch began, and the sweep's stop ended before it had a driver: as if it had
-        had one, it goes on in another attempt."""
-        for name in stages:
-            outcome = read_outcome(self._store, f"runs/{run_id}/stages/{name}/attempt-1/outcome.json")
-            if outcome is not None and (outcome.outcome == "saved" or outcome.kind == "cancelled"):
-                stopped = StageState("cancelled", attempt=1, message=STOPPED)
-                runs.update_run(self._store, run_id, partial(_stopped_in, stage=name, how=stopped))
 
     def _follow(self, name: str) -> None:
         following = self._following[name]
@@ -433,6 +443,7 @@ class _Controller:
             self._looked_for_cancel = time.monotonic()
             try:
                 why = runs.cancel_requested(self._store, self._id)
+                self.state = runs.read_run(self._store, self._id)  # of its trials some may be unwanted
             except StoreError:
                 return
             if why is not None:
