@@ -195,51 +195,71 @@ def test_a_machine_that_does_not_pass_is_named_and_no_rank_starts(tmp_path):
     assert not store.exists(f"{plan.attempt_key}/records/rank-0.jsonl")
 
 
+ECC, EVENT = "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown"
+THROTTLE = "clocks_throttle_reasons.hw_slowdown"
+
+
 @pytest.mark.parametrize(
-    ("lines", "held", "ends", "words"),
+    ("cards", "knows", "words", "unread"),
     [
-        (["0, H100, 0", "1, H100, 0"], [], 0, []),
-        (["0, H100, 0"], [], 0, ["nvidia-smi shows 1 GPUs of 2"]),
+        ([("H100", "0", "Not Active")] * 2, {ECC, EVENT, THROTTLE}, [], []),
+        ([("H100", "0", "Not Active")], {ECC, EVENT}, ["nvidia-smi shows 1 GPUs of 2"], []),
         (
-            ["0, H100, 0", "1, H100, 3"],
+            [("H100", "0", "Not Active"), ("H100", "3", "Active")],
+            {ECC, EVENT},
+            [
+                "GPU 1 (H100) has 3 memory errors that ECC could not correct",
+                "GPU 1 (H100) is slowed down by its hardware (heat or power)",
+            ],
             [],
-            0,
-            ["GPU 1 (H100) has 3 memory errors that ECC could not correct"],
-        ),
-        (["0, T4, [N/A]", "1, T4, [N/A]"], [], 0, []),
-        (
-            ["0, H100, 0", "1, H100, 0"],
-            ["1"],
-            0,
-            ["GPU 1 (H100) is slowed down by its hardware (heat or power)"],
         ),
         (
-            ["Unable to determine the device handle"],
+            [("T4", "0", "Active"), ("T4", "[N/A]", "Not Active")],
+            {ECC, THROTTLE},
+            ["GPU 0 (T4) is slowed down by its hardware (heat or power)"],
+            [f"GPU 1 (T4) does not tell {ECC}: N/A"],
+        ),
+        (
+            [("H200", "[Not Supported]", "Active")] * 2,
+            {ECC},
             [],
-            15,
-            ["nvidia-smi ended with 15: Unable to determine"],
+            [
+                f"nvidia-smi knows no {EVENT}",
+                *(f"GPU {number} (H200) does not tell {ECC}: Not Supported" for number in (0, 1)),
+            ],
         ),
+        ([], {ECC, EVENT}, ["nvidia-smi ended with 15: Unable to determine the device handle"], []),
     ],
 )
-def test_what_a_made_up_nvidia_smi_tells_of_dead_gpus(tmp_path, monkeypatch, lines, held, ends, words):
-    """A stand-in: no GPU was ever asked."""
+def test_what_a_made_up_nvidia_smi_tells_of_dead_gpus(tmp_path, monkeypatch, cards, knows, words, unread):
+    """It refuses a query with a field that its driver does not know, as nvidia-smi does, and names one."""
+    answers = [
+        {"index": str(at), "name": card[0], ECC: card[1], EVENT: card[2]} for at, card in enumerate(cards)
+    ]
     program = tmp_path / "nvidia-smi"
-    slow = "\\n".join(f"{line[0]}, {'Active' if line[0] in held else 'Not Active'}" for line in lines)
-    text = "\\n".join(lines)
-    answers = f'case "$1" in *hw_slowdown) printf "{slow}\\n" ;; *) printf "{text}\\n" ;; esac'
-    program.write_text(f"#!/bin/sh\n{answers}\nexit {ends}\n")
+    program.write_text(f"""#!{sys.executable} -S
+import sys
+(fields,) = [one.partition("=")[2].split(",") for one in sys.argv if one.startswith("--query-gpu=")]
+for field in fields:
+    if field not in {sorted({"index", "name", *knows})}:
+        sys.exit(print(f'Field "{{field}}" is not a valid field to query.') or 2)
+if not {answers}:
+    sys.exit(print("Unable to determine the device handle") or 15)
+for card in {answers}:
+    print(", ".join(card[field.replace("throttle", "event")] for field in fields))
+""")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 2)
-    found = machine.gpus(2)
-    assert len(found) == len(words)
-    assert all(one.startswith(start) for one, start in zip(found, words, strict=True))
+    told = []
+    assert machine.gpus(2, told) == words
+    assert told == unread
 
 
 def test_without_nvidia_smi_the_gpus_that_torch_sees_are_counted(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 7)
-    assert machine.gpus(8) == ["torch sees 7 GPUs of 8"]
+    assert machine.gpus(8, []) == ["torch sees 7 GPUs of 8"]
 
 
 def test_a_nvidia_smi_that_hangs_is_a_fault(tmp_path, monkeypatch):
@@ -248,7 +268,7 @@ def test_a_nvidia_smi_that_hangs_is_a_fault(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(machine, "_SMI_SECONDS", 0.2)
-    assert machine.gpus(8) == ["nvidia-smi did not answer within 0 s: a GPU or its driver hangs"]
+    assert machine.gpus(8, []) == ["nvidia-smi did not answer within 0 s: a GPU or its driver hangs"]
 
 
 def test_a_store_that_gives_back_other_bytes_is_a_fault(tmp_path, monkeypatch):

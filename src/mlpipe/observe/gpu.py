@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 Sample = tuple[str, tuple[str, ...], float]  # metric, values of its own labels, value
@@ -63,11 +64,10 @@ class NvmlGpu:
         for name, look in looks.items():
             if (value := self._ask(look)) is not None:
                 yield name, (), float(value)
-        kind = "Event" if hasattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons") else "Throttle"
-        ask = f"nvmlDeviceGetCurrentClocks{kind}Reasons"
-        if (reasons := self._ask(lambda: getattr(nvml, ask)(handle))) is not None:
+        if (reasons := self._reasons()) is not None:
             for word, reason in _REASONS.items():
-                mask = getattr(nvml, f"nvmlClocks{kind}Reason{word}", 0)
+                mask = getattr(nvml, f"nvmlClocksEventReason{word}", None)
+                mask = getattr(nvml, f"nvmlClocksThrottleReason{word}", 0) if mask is None else mask
                 yield "mlpipe_gpu_throttled", (reason,), float(bool(reasons & mask))
         if self._events is not None:
             for _ in range(_MOST_EVENTS):
@@ -86,6 +86,14 @@ class NvmlGpu:
         except (nvml.NVMLError, AttributeError):
             return None
         return events
+
+    def _reasons(self) -> Any:
+        """A mask, by the older name where the package or the driver does not know the newer."""
+        for kind in ("Event", "Throttle"):
+            look = getattr(self._nvml, f"nvmlDeviceGetCurrentClocks{kind}Reasons", None)
+            if look is not None and (mask := self._ask(partial(look, self._handle))) is not None:
+                return mask
+        return None
 
     def _temperature(self) -> float:
         nvml, handle = self._nvml, self._handle

@@ -60,6 +60,10 @@ def _piece(attempt: int, checked: Checked) -> Piece:
         for node, told in checked.busy.items()
         for words in told
     ]
+    blocks += [
+        Paragraph(f"Not read: {node}: {'; '.join(words)}", is_faint=True)
+        for node, words in checked.unread.items()
+    ]
     if len(rows) > 1:
         blocks.append(Paragraph("In bold: the least of the machines.", is_faint=True))
     size = f"{len(checked.nodes)} machines" if len(checked.nodes) > 1 else "one machine"

@@ -27,7 +27,7 @@ class Checked:
     """`nodes`: what each can do. `faults`: what is wrong with one. `pairs`: two of them and what is wrong
     between them, where nobody can tell which of them is to blame. `busy`: how one was slow, and is not
     blamed, since others took its CPUs meanwhile. `slow`: how many times as long as the others one took when
-    it trained last."""
+    it trained last. `unread`: what the GPUs of one, or their driver, do not tell."""
 
     nodes: dict[str, dict[str, float]] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
@@ -35,6 +35,7 @@ class Checked:
     seconds: float = 0.0
     busy: dict[str, list[str]] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
+    unread: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def words(self) -> list[str]:
@@ -124,6 +125,7 @@ def checked_from(document: Any) -> Checked:
         [(str(one), str(other), str(words)) for one, other, words in document["pairs"]],
         float(document["seconds"]),
         _words(document.get("busy", {})),
+        unread=_words(document.get("unread", {})),
     )
 
 

@@ -109,6 +109,10 @@ def test_an_older_package_has_other_names(monkeypatch):
     found = read(gpu.NvmlGpu(UUID))
     assert found["mlpipe_gpu_temperature_celsius"] == 70
     assert found["mlpipe_gpu_throttled hw_thermal"] == 1
+    fake = FakeNvml(refuses=["nvmlDeviceGetCurrentClocksEventReasons"])  # a newer package, an older driver
+    fake.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x40
+    use(monkeypatch, fake)
+    assert read(gpu.NvmlGpu(UUID))["mlpipe_gpu_throttled hw_thermal"] == 1
     for gone in (
         "nvmlDeviceGetCurrentClocksThrottleReasons",
         "nvmlDeviceGetTotalEccErrors",

@@ -440,6 +440,7 @@ def test_machines_that_were_checked_stand_with_what_they_can_do_and_the_slowest_
         {HOSTILE: ["matmul 20 GFLOP/s, where the others have 80"]},
         seconds=7.0,
         busy={"n1": ["store 3 MB/s, while others used 60 % of the CPUs"]},
+        unread={HOSTILE: ["GPU 0 (T4) does not tell ecc: N/A"]},
     )
     write_checked(store, plan.attempt_key, checked)
     write_slow(store, plan.attempt_key, json.dumps({"n1": 2.34}).encode())
@@ -449,6 +450,7 @@ def test_machines_that_were_checked_stand_with_what_they_can_do_and_the_slowest_
     assert "Preflight of attempt 1: 2 machines, not all passed" in text
     assert "matmul 20 GFLOP/s, where the others have 80" in text
     assert "Not blamed, since others took its CPUs: n1: store 3 MB/s" in text
+    assert "GPU 0 (T4) does not tell ecc: N/A" in text
     assert "Slow while it trained: n1 took 2.3 times as long as the others." in text
     assert "Machine Matmul, GFLOP/s Between GPUs, GB/s n1 80 400" in text
     assert "<b>20</b>" in page

@@ -54,6 +54,7 @@ CHECKED = Checked(
     [("n2", "n3", "slow link")],
     2.5,
     {"n4": ["busy"]},
+    unread={"n1": ["nvidia-smi knows no field"]},
 )
 
 
@@ -76,8 +77,9 @@ def test_a_preflight_is_read_with_who_got_slow_since(store):
     store.delete([f"{ATTEMPT}/preflight/slow.json"])
     assert preflight.read_checked(store, ATTEMPT) == CHECKED
     document = json.loads(store.get(f"{ATTEMPT}/preflight.json"))
-    del document["busy"]  # as an older version wrote it
-    assert preflight.checked_from(document).busy == {}
+    del document["busy"], document["unread"]  # as an older version wrote it
+    older = preflight.checked_from(document)
+    assert (older.busy, older.unread) == ({}, {})
     for odd in (b"{", b"[]", b"{}", b"[" * 10_000, json.dumps({**document, "seconds": None}).encode()):
         store.put(f"{ATTEMPT}/preflight.json", odd)
         assert preflight.read_checked(store, ATTEMPT) is None

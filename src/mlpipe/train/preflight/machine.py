@@ -39,10 +39,12 @@ _STORE_BYTES = 4 * 2**20
 _DISK_BYTES = 2**20
 _SMI_SECONDS = 20.0
 _RDMA = Path("/sys/class/infiniband")
-_SMI = "index,name,ecc.errors.uncorrected.volatile.total"
+_ECC, _SLOW = "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown"
+_OLDER = {
+    _SLOW: "clocks_throttle_reasons.hw_slowdown"
+}  # names before driver 535, which newer ones may refuse
 # Of programs, as NVIDIA's device plugin for Kubernetes has it: these GPUs are healthy.
 _XIDS_OF_PROGRAMS = {13, 31, 43, 45, 68, 109}
-_SMI_SLOW = "clocks_throttle_reasons.hw_slowdown"  # of newer drivers an older name, which they still take
 
 
 def look(plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report: Report) -> None:
@@ -52,7 +54,7 @@ def look(plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report:
     report.faults += disk(scratch, limits, report)
     at(scratch, "the GPUs" if report.on_gpus else "a matmul")
     if report.on_gpus:
-        report.faults += gpus(plan.launch.nproc_per_node)
+        report.faults += gpus(plan.launch.nproc_per_node, report.unread)
     if limits.rdma:
         report.faults += rdma()
     remembered = recall(plan, report.node)
@@ -133,18 +135,18 @@ def may_lock() -> bool:
     return False
 
 
-def gpus(expected: int) -> list[str]:
-    """What `nvidia-smi` says of them, if it is there, and how many of them torch sees."""
-    faults = _told_by_smi(expected)
+def gpus(expected: int, unread: list[str]) -> list[str]:
+    """What `nvidia-smi` says of them, if it is there, and how many of them torch sees. `unread`: takes what a
+    driver or a card does not tell, which is no fault."""
+    faults = _told_by_smi(expected, unread)
     if not faults and (seen := torch.cuda.device_count()) < expected:
         faults = [f"torch sees {seen} GPUs of {expected}"]
     return faults
 
 
-def _told_by_smi(expected: int) -> list[str]:
+def _told_by_smi(expected: int, unread: list[str]) -> list[str]:
     try:
-        lines = _smi(_SMI)
-        held = {fields[0] for fields in _smi(f"index,{_SMI_SLOW}") if fields[-1] == "Active"}
+        cards = _smi(unread)
     except FileNotFoundError:
         return []
     except subprocess.TimeoutExpired:
@@ -153,22 +155,39 @@ def _told_by_smi(expected: int) -> list[str]:
         words = (error.stdout + error.stderr).strip().splitlines()
         return [f"nvidia-smi ended with {error.returncode}: {words[-1] if words else 'silently'}"]
     faults = []
-    if len(lines) < expected:
-        faults.append(f"nvidia-smi shows {len(lines)} GPUs of {expected}")
-    for index, name, errors in lines:
-        if errors.isdigit() and int(errors):
-            faults.append(f"GPU {index} ({name}) has {errors} memory errors that ECC could not correct")
-        if index in held:
-            faults.append(f"GPU {index} ({name}) is slowed down by its hardware (heat or power)")
+    if len(cards) < expected:
+        faults.append(f"nvidia-smi shows {len(cards)} GPUs of {expected}")
+    for card in cards:
+        name, errors, slow = f"GPU {card['index']} ({card['name']})", card.get(_ECC), card.get(_SLOW)
+        if errors is not None and errors.isdigit() and int(errors):
+            faults.append(f"{name} has {errors} memory errors that ECC could not correct")
+        if slow == "Active":
+            faults.append(f"{name} is slowed down by its hardware (heat or power)")
+        for field, value in card.items():
+            if value.startswith("[") or value == "N/A":  # [Not Supported], of a slice or without ECC [N/A]
+                unread.append(f"{name} does not tell {field}: {value.strip('[]')}")
     return faults
 
 
-def _smi(query: str) -> list[list[str]]:
-    argv = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
-    width = query.count(",") + 1
+def _smi(unread: list[str]) -> list[dict[str, str]]:
+    """Of each GPU the fields that this driver knows, by the newest of their names."""
+    asked = {field: field for field in ("index", "name", _ECC, _SLOW)}  # by which name
+    while True:
+        argv = ["nvidia-smi", f"--query-gpu={','.join(asked.values())}", "--format=csv,noheader,nounits"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_SMI_SECONDS)
+        if done.returncode == 0:
+            break
+        words = done.stdout + done.stderr  # Field "..." is not a valid field to query.
+        refused = next((field for field in (_ECC, _SLOW) if asked.get(field, "\n") in words), None)
+        if refused is None:
+            done.check_returncode()
+        elif asked[refused] != _OLDER.get(refused, refused):
+            asked[refused] = _OLDER[refused]
+        else:
+            del asked[refused]
+            unread.append(f"nvidia-smi knows no {refused}")
     rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
-    return [row for row in rows if len(row) == width]
+    return [dict(zip(asked, row, strict=True)) for row in rows if len(row) == len(asked)]
 
 
 def speed(plan: Plan, limits: PreflightPlan, report: Report) -> None:

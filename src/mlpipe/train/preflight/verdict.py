@@ -28,7 +28,7 @@ class Report:
     by index of the other machine, bytes a second in one direction. `clock_seconds`: ahead of the first
     machine's; `store_clock_seconds`: of the store's, None where it has no clock of its own. `busy`: by
     figure, or LINK and the other's index, how others took this machine's CPUs in each look; None: in one they
-    did not. `on_gpus`: its ranks would be."""
+    did not. `on_gpus`: its ranks would be. `unread`: what its GPUs or their driver do not tell."""
 
     index: int
     node: str
@@ -39,6 +39,7 @@ class Report:
     store_clock_seconds: float | None = None
     busy: dict[str, str | None] = field(default_factory=dict)
     on_gpus: bool = False
+    unread: list[str] = field(default_factory=list)
 
 
 def judge(reports: Sequence[Report], limits: PreflightPlan, seconds: float) -> Checked:
@@ -59,6 +60,7 @@ def judge(reports: Sequence[Report], limits: PreflightPlan, seconds: float) -> C
         [(names[one], names[other], words) for one, other, words in pairs],
         seconds,
         _by_name(busy, names),
+        unread=_by_name({report.index: report.unread for report in reports}, names),
     )
 
 
