@@ -38,7 +38,7 @@ _FEATURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "communication resident": ({"communication": "resident"}, {}),
     "communication on_demand": ({"communication": "on_demand"}, {"dp_shard": 2}),
     "stragglers move_load": ({"stragglers": "move_load"}, {}),
-    "resources in groups": ({"resources": "groups"}, {}),
+    "resources in groups": ({"resources": "groups"}, {"dp_replicate": 2}),
     "precision bf16": ({"precision": "bf16"}, {}),
     "precision fp16": ({"precision": "fp16"}, {}),
     "accumulation": ({"accumulation": 2}, {}),
@@ -81,7 +81,7 @@ def why_not(train: Mapping[str, Any], mesh: Mapping[str, int]) -> str | None:
         num_workers *= size if axis != "ep" else 1
     machines: Any = {"workers_per_node": num_workers}
     if "resources" in train:
-        machines = [{"nodes": 1}, {"nodes": num_workers - 1}]
+        machines = [{"nodes": num_workers // 2}, {"nodes": num_workers // 2}]
     body = {
         "model": _EXPERTS if "ep" in mesh else _DENSE,
         "data": {"tokens": "tokens", "batch_size": 16},

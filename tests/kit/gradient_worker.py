@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,9 @@ from kit import plans
 from torch import Tensor
 
 from mlpipe._core.presets import MOE, MoeConfig
-from mlpipe.plan.plan import Entry, Mesh, ModelPlan, PipelinePlan, TrainPlan
+from mlpipe.plan.plan import Entry, GroupPlan, Mesh, ModelPlan, PipelinePlan, TrainPlan
 from mlpipe.train import model as models
-from mlpipe.train.microbatch import own_part
+from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.schedules.make import make_schedule
@@ -59,6 +59,22 @@ MIXES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "pp cp, ring": (Mesh(pp=2, cp=2), {"schedule": "1f1b", "context_exchange": "ring"}),
     **{f"pp ddp, {name}": (Mesh(pp=2, dp_replicate=2), {"schedule": name}) for name in BLOCKS},
     **{f"pp tp, {name}": (Mesh(pp=2, tp=2), {"schedule": name}) for name in BLOCKS},
+    # classes of machines, of which the second has 3 of 8 samples
+    "tp ddp, groups": (Mesh(dp_replicate=2, tp=2), {"groups": True}),
+    "tp fsdp, groups": (Mesh(dp_shard=2, tp=2), {"groups": True, "strategy": "zero2"}),
+    "cp ddp, groups": (Mesh(dp_replicate=2, cp=2), {"groups": True}),
+    "cp fsdp, groups": (Mesh(dp_shard=2, cp=2), {"groups": True, "strategy": "zero2"}),
+    **{
+        f"pp ddp, {name}, groups": (Mesh(pp=2, dp_replicate=2), {"groups": True, "schedule": name})
+        for name in ("gpipe", "1f1b", "zero_bubble")
+    },
+    "pp fsdp, groups": (
+        Mesh(pp=2, dp_shard=2), {"groups": True, "schedule": "1f1b", "strategy": "zero2"}
+    ),
+    "ep, groups": (Mesh(dp_shard=4, ep=2), {"groups": True, "experts": True, "strategy": "zero2"}),
+    "ep hsdp, groups": (
+        Mesh(dp_replicate=2, dp_shard=2, ep=2), {"groups": True, "experts": True, "strategy": "zero2"}
+    ),
 }  # fmt: skip
 EXPERTS = MoeConfig(
     **{**vars(plans.CONFIG), **SIZES}, num_experts=4, experts_per_token=2,
@@ -66,12 +82,41 @@ EXPERTS = MoeConfig(
 )  # fmt: skip
 
 
+class Samples(NamedTuple):
+    inputs_BT: Tensor
+    targets_BT: Tensor
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return {"inputs": self.inputs_BT[index], "targets": self.targets_BT[index]}
+
+
+_UNKNOWN = ("memory_bytes", "step_seconds", "usd_per_hour", "usd_per_million_tokens")
+GROUPS = tuple(
+    GroupPlan(
+        name, 1, 2, speed, sequences=number, share_ratio=number / SAMPLES, micro_batch=1,
+        activation_checkpointing="none", **dict.fromkeys(_UNKNOWN),
+    )
+    for name, speed, number in (("fast", 1.25, 5), ("slow", 0.75, 3))
+)  # fmt: skip
+
+
 def of_one_step(
-    rank: int, mesh: Mesh, *, schedule: Any = None, experts: bool = False, **changes: Any
+    rank: int,
+    mesh: Mesh,
+    *,
+    schedule: Any = None,
+    experts: bool = False,
+    groups: bool = False,
+    **changes: Any,
 ) -> tuple[ParallelizedModel, World]:
     """The model, whose gradients are the mean of what its gradient ranks have of all targets' losses."""
     strategy = changes.pop("strategy", "fsdp" if mesh.dp_shard > 1 else "ddp")
     model = plans.model_plan(**SIZES)
+    if groups:
+        changes |= {"groups": GROUPS, "communication": "resident", "reshard_after_forward": False}
     if experts:
         model = ModelPlan(Entry(MOE, asdict(EXPERTS)), None, SEQ_LEN, ())
     plan = plans.train_plan(
@@ -86,11 +131,9 @@ def of_one_step(
     tokens = torch.randint(256, (SAMPLES, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
     targets = tokens[:, 1:].clone()
     targets[:, :3] = -100
-    microbatches = [
-        own_part({"inputs": tokens[i : i + 1, :-1], "targets": targets[i : i + 1]}, world, SEQ_LEN)
-        for i in range(world.data_rank, SAMPLES, mesh.num_data_ranks)
-    ]
-    make_schedule(plan, parallel, world).forward_backward(microbatches)
+    loader = MicrobatchLoader.of(plan, Samples(tokens[:, :-1], targets), world, plan.micro_batch)
+    loader.speeds = plan.speeds
+    make_schedule(plan, parallel, world).forward_backward(loader.step(0))
     return parallel, world
 
 

@@ -36,6 +36,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 @pytest.mark.combines("cp", "strategy zero2")
 @pytest.mark.combines("pp", "strategy zero2")
 @pytest.mark.combines("ep", "strategy zero2")
+@pytest.mark.combines("pp", "communication resident")
+@pytest.mark.combines("cp", "communication resident")
+@pytest.mark.combines("tp", "communication resident")
+@pytest.mark.combines("ep", "communication resident")
+@pytest.mark.combines("pp", "resources in groups")
+@pytest.mark.combines("cp", "resources in groups")
+@pytest.mark.combines("tp", "resources in groups")
+@pytest.mark.combines("ep", "resources in groups")
 @pytest.mark.parametrize("mix", MIXES)
 def test_gradients_are_those_of_one_process_in_fp64(found: dict[str, float], mix: str) -> None:
     """Along tp the loss, whose logits are split, is in fp32."""

@@ -15,7 +15,7 @@ from kit.weights import weights
 
 from mlpipe._core.record_lines import parse
 from mlpipe.observe.progress import live_line, summarize
-from mlpipe.plan.plan import Entry, GroupPlan, ModelPlan, PreflightPlan
+from mlpipe.plan.plan import Entry, GroupPlan, Mesh, ModelPlan, PreflightPlan
 from mlpipe.train.outcome import SLOW_FILE
 
 pytestmark = pytest.mark.torch
@@ -148,3 +148,22 @@ def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
         summary = summarize(map(parse, plans.records(tmp_path / "store", made[name])))
         assert list(summary["stragglers"]) == [str(SLOW)]
         assert f"slow: rank {SLOW} (" in live_line(summary, width=200)
+
+
+def test_data_ranks_of_several_workers_have_the_share_of_their_class(tmp_path):
+    """Of two workers each, and of the first class, which has two thirds of each batch: the losses are those
+    of one process. Gradients, and other axes: test_gradients.py."""
+    tokens = plans.write_tokens(tmp_path / "tokens")
+    common: dict[str, Any] = {"steps": 4, "every": 100}
+    alone = plans.train_plan(tmp_path / "store", tokens, world_size=1, run_id="alone", **common)
+    mixed = plans.train_plan(
+        tmp_path / "store", tokens, world_size=4, mesh=Mesh(dp_replicate=2, tp=2), run_id="mixed", **common,
+        communication="resident", groups=tuple(replace(one, num_nodes=2, num_workers=2) for one in GROUPS),
+    )  # fmt: skip
+    for plan in (alone, mixed):
+        plans.run_together([plan], tmp_path / plan.run_id)
+    expected = plans.losses(tmp_path / "store", alone)
+    assert plans.losses(tmp_path / "store", mixed) == pytest.approx(expected, rel=1e-5)
+    each = [plans.records(tmp_path / "store", mixed, rank) for rank in range(4)]
+    tokens_of = [{one["tokens"] for one in records if one["kind"] == "step"} for records in each]
+    assert tokens_of == [{11 * 32}, {0}, {5 * 32}, {0}], "of a class its first worker counts"

@@ -5,7 +5,7 @@ technique for each axis, and `plan/axes/` its price."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ MIXES: tuple[Mix, ...] = (
     Mix("tp", "adapter.lora.dora", (True,), "it needs whole rows of the weights"),
     Mix("tp", "adapter.base", (), "weights of few bits are split by whole rows"),
     Mix("pp", "adapter.base", (), "a stage keeps its weights as they are"),
-    *(Mix(axis, "communication", UNEVEN, _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
+    *(Mix(axis, "communication", ("on_demand",), _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     *(Mix(axis, "stragglers", ("move_load",), _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
     *(Mix(axis, "compress", (), "it is for gradients of whole models") for axis in ("pp", "dp_shard", "tp")),
     *(Mix(axis, "float8", (True,), "scales are of whole matrices") for axis in ("pp", "tp")),
@@ -124,6 +124,35 @@ def conflicts(
             conflict = uneven_experts(size, sizes["dp_shard"], figures.get("num_experts"), sizes["tp"])
         if conflict is not None:
             yield axis, conflict
+
+
+def across_classes(
+    sizes: Mapping[str, int], nodes: Sequence[int], per_node: int
+) -> Iterator[tuple[str, Infeasible]]:
+    """Axes that reach over machines of several classes, of each so many `nodes` with `per_node` workers:
+    those who compute the same micro-batches together would wait for the slower ones. Machines are numbered
+    class by class, a pipeline's are neighbours (`Mesh.number_at`)."""
+    shared, pp, why = (
+        sizes["cp"] * sizes["tp"],
+        sizes["pp"],
+        "over two groups of machines, whose workers differ",
+    )
+    workers = [number * per_node for number in nodes]
+    if any(number % shared for number in workers):
+        axis, other = ("tp", "cp") if sizes["tp"] > 1 else ("cp", "tp")
+        words = f"{axis} {sizes[axis]}" + (f" x {other} {sizes[other]}" if sizes[other] > 1 else "")
+        yield axis, Infeasible(f"{words} reaches {why}", f"give each group a multiple of {shared} workers")
+        return
+    stage = sizes["dp_shard"] * shared
+    if pp > 1 and stage % per_node:
+        words = f"pp {pp} reaches {why}: a stage has {stage} workers, which are no whole nodes of {per_node}"
+        yield "pp", Infeasible(words, "make dp_shard x cp x tp the workers of whole nodes")
+    elif pp > 1 and any(number % (stage * pp) for number in workers):
+        words = f"pp {pp} reaches {why}: its stages have {stage} workers each"
+        yield "pp", Infeasible(words, f"give each group a multiple of {stage * pp // per_node} nodes")
+    elif any(number // (shared * pp) % sizes["ep"] for number in workers):
+        words = f"ep {sizes['ep']} reaches {why}"
+        yield "ep", Infeasible(words, f"give each group a multiple of {sizes['ep'] * shared * pp} workers")
 
 
 def uneven_tensors(tp: int, widths: Mapping[str, int]) -> Infeasible | None:

@@ -1,39 +1,48 @@
 """A training on machines that differ: `resources` that list groups.
 
-Each worker has as much of a batch as it computes in the time of the others, so shares follow from predicted
-speed, and micro-batches from each class's memory. Gradients are averaged among all workers over the slowest
-of their networks. With `stragglers: move_load` the trainer corrects the shares by measurement.
+Each data rank (workers that compute the same samples, all of one class) has as much of a batch as it computes
+in the time of the others, so shares follow from predicted speed, and micro-batches from each class's memory.
+Gradients are averaged among all workers over the slowest of their networks. With `stragglers: move_load` the
+trainer corrects the shares by measurement.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import too_few_samples
-from mlpipe.kinds.train.spec import MeshSizes, Train
+from mlpipe._core.meshes import across_classes
+from mlpipe._core.pipelines import why_not
+from mlpipe.kinds.train.spec import Context, MeshSizes, Train
 from mlpipe.plan.candidates import (
+    enumerate_candidates,
     global_batch,
+    is_searched,
+    num_data_ranks,
     own_mesh,
     packing_of,
     pick,
     precision_on,
     refuse,
+    schedule_of,
     strategy_of,
 )
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.plan import CHECKPOINTING, GroupPlan, Strategy, TrainPlan
+from mlpipe.plan.plan import CHECKPOINTING, GroupPlan, Mesh, Strategy, TrainPlan
+from mlpipe.plan.search import MODEL_ERROR
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.shares import bounds
 from mlpipe.plan.strategies import ORDER
 
 _DIGITS = 5  # of a speed: the rest is noise, which would make plans differ from machine to machine
 _EQUAL_RATIO = 1.02  # of the fastest: the first strategy within it splits least
+_MOST_TRIED, _MOST_FITTING = 48, 3  # of meshes with other axes than those of data parallelism
 
 
 @dataclass(frozen=True)
@@ -49,29 +58,52 @@ class MixedPlan:
     tokens_per_second: float | None
 
 
+@dataclass(frozen=True)
+class _Way:
+    """To train on machines of one class, each data rank with an even share of the batch. `sample_seconds`: of
+    one more. None: of a model whose size nobody knows."""
+
+    hardware: Hardware
+    spec: Train
+    best: Candidate
+    even: int
+    sample_seconds: float | None
+
+    def takes(self, sequences: int, sample_seconds: float) -> float:
+        """Seconds of a step of a data rank that has so many."""
+        assert self.sample_seconds is not None
+        return self.best.step_seconds - self.even * self.sample_seconds + sequences * sample_seconds
+
+
 def deal(
     spec: Train, shape: ModelShape | None, hardware: Hardware, where: str | None = None
 ) -> tuple[Candidate, MixedPlan]:
-    """The fastest strategy on the groups of `hardware`, as their least machine would do it, and what each of
+    """The fastest way on the groups of `hardware`, as their least machine would do it, and what each of
     them has of a step. `shape`: None for a model whose size nobody knows. Raises PlanError."""
-    refuse(too_few_samples(global_batch(spec), hardware.world_size), where=where)
+    own = own_mesh(spec, shape, hardware)
+    num_readers = hardware.world_size if own is None else own.num_data_ranks
+    if own is None and is_searched(spec) and shape is not None:
+        num_readers = 1  # the planner may find axes whose workers share samples
+    refuse(too_few_samples(global_batch(spec), num_readers), where=where)
     names: tuple[Strategy, ...] = tuple(ORDER) if spec.strategy == "auto" else (spec.strategy,)
-    if spec.strategy == "auto" and (mesh := own_mesh(spec, shape, hardware)) is not None:
-        names = (cast(Strategy, strategy_of(mesh)),)
+    if spec.strategy == "auto" and own is not None:
+        names = (cast(Strategy, strategy_of(own)),)
     found: list[tuple[Candidate, MixedPlan]] = []
     whys: dict[str, str] = {}
     for name in names:
         for laid_out in _layouts(spec, hardware, name):
             if laid_out is spec and any(one.strategy == name for one, _ in found):
                 continue  # copies of one class each do
-            picked = _picked(laid_out, shape, hardware, name)
-            if isinstance(picked, str):
-                whys[name] = picked
-                continue
-            each = (one.activation_checkpointing for one in picked)
-            most = max(each, key=tuple[str, ...](CHECKPOINTING).index)
-            chosen = replace(picked[0], activation_checkpointing=most)
-            found.append((chosen, _mixed(laid_out, hardware, picked)))
+            _try(laid_out, shape, hardware, name, found, whys)
+    if is_searched(spec) and shape is not None:
+        least = min((mixed.step_seconds or math.inf for _, mixed in found), default=math.inf)
+        others: list[tuple[Candidate, MixedPlan]] = []
+        for name, mesh in _other_axes(spec, shape, hardware):
+            _try(_with_mesh(spec, mesh), shape, hardware, name, others, {})
+            if len(others) == _MOST_FITTING:
+                break
+        # a mesh with more axes has to win by more than the model's own error
+        found += [one for one in others if (one[1].step_seconds or 0.0) <= least / (1 + MODEL_ERROR)]
     if not found:
         raise PlanError(
             "no strategy whose workers may have unequal shares fits in the memory of each group: "
@@ -83,6 +115,30 @@ def deal(
     return next(one for one in found if (one[1].step_seconds or math.inf) <= least * _EQUAL_RATIO)
 
 
+def _try(
+    spec: Train,
+    shape: ModelShape | None,
+    hardware: Hardware,
+    name: Strategy,
+    found: list[tuple[Candidate, MixedPlan]],
+    whys: dict[str, str],
+) -> None:
+    """Adds to one of the last two."""
+    ways = _ways(spec, shape, hardware, name)
+    mixed = ways if isinstance(ways, str) else _mixed(spec, shape, hardware, ways)
+    if isinstance(mixed, str):
+        whys[name] = mixed
+        return
+    each = (way.best.activation_checkpointing for way in ways if isinstance(way, _Way))
+    most = max(each, key=tuple[str, ...](CHECKPOINTING).index)
+    least = cast(_Way, ways[0]).best
+    found.append((replace(least, activation_checkpointing=most), mixed))
+
+
+def _with_mesh(spec: Train, mesh: Mesh) -> Train:
+    return spec.model_copy(update={"mesh": MeshSizes(**asdict(mesh))})
+
+
 def _layouts(spec: Train, hardware: Hardware, strategy: Strategy) -> list[Train]:
     """Of a strategy that has copies of what it splits first those where each copy lies on machines of one
     class, since what is gathered stays within it; last all, for where none of these fits."""
@@ -91,23 +147,49 @@ def _layouts(spec: Train, hardware: Hardware, strategy: Strategy) -> list[Train]
         return [spec]
     common = math.gcd(*(one.num_nodes * one.devices_per_node for one in hardware.groups))
     fine = [one for one in meshes if 1 < one.dp_shard < hardware.world_size and common % one.dp_shard == 0]
-    return [spec.model_copy(update={"mesh": MeshSizes(**asdict(one))}) for one in fine] + [spec]
+    return [*(_with_mesh(spec, one) for one in fine), spec]
 
 
-def _picked(
-    spec: Train, shape: ModelShape | None, hardware: Hardware, strategy: str
-) -> list[Candidate] | str:
+def _other_axes(spec: Train, shape: ModelShape, hardware: Hardware) -> Iterator[tuple[Strategy, Mesh]]:
+    """Meshes that split more than the samples, each of whose data ranks lies within a class: the fastest
+    first, as they are on machines that are all like the least."""
+    least = min(_classes(hardware), key=lambda one: one.memory_bytes)
+    world, batch = least.world_size, global_batch(spec)
+    # that comes out even for as many numbers of data ranks as can be
+    batch = batch // world * world or max(n for n in range(1, batch + 1) if world % n == 0)
+    changes = {"stragglers": "leave", "precision": precision_on(spec, hardware)[0]}
+    alike = _of_batch(spec.model_copy(update=changes), batch)
+    try:
+        candidates = enumerate_candidates(alike, shape, least, every=False)
+    except PlanError:
+        return
+    seen: set[tuple[Strategy, Mesh]] = set()
+    for one in sorted(candidates, key=lambda one: one.step_seconds):
+        if one.mesh is None or one.mesh.world_size == one.mesh.num_data_ranks > one.mesh.ep:
+            continue
+        key = one.strategy, one.mesh
+        nodes, each = [group.num_nodes for group in hardware.groups], hardware.groups[0].devices_per_node
+        apart = any(across_classes(asdict(one.mesh), nodes, each))
+        apart |= one.mesh.ep > 1 and packing_of(spec) is not None  # as `spec/groups.py` refuses them
+        if key not in seen and not apart and len(seen) < _MOST_TRIED:
+            seen.add(key)
+            yield key
+
+
+def _ways(spec: Train, shape: ModelShape | None, hardware: Hardware, strategy: str) -> list[_Way] | str:
     """Of the least machine and then of each group, by one strategy, with the same mesh and precision on
     all and equal shares; or why it does not go."""
     changes: dict[str, Any] = {"strategy": strategy, "communication": "resident", "stragglers": "leave"}
     may_differ = _may_differ(spec)
     changes["precision"] = precision_on(spec, hardware)[0]
-    data: dict[str, Any] = {"batch_size": _even_share(spec, hardware) * hardware.world_size}
-    if hasattr(spec.data, "batch_tokens"):
-        data["batch_tokens"] = None
-    spec = spec.model_copy(update={**changes, "data": spec.data.model_copy(update=data)})
+    spec = spec.model_copy(update=changes)
+    num_readers = num_data_ranks(spec, hardware)
+    if (few := too_few_samples(global_batch(spec), num_readers)) is not None:
+        return f"{strategy}: {few.message}"
+    even = _even_share(spec, num_readers)
+    spec = _of_batch(spec, even * num_readers)
     least = min(_classes(hardware), key=lambda one: one.memory_bytes)
-    picked: list[Candidate] = []
+    ways: list[_Way] = []
     for one in (least, *_classes(hardware)):
         try:
             best, _ = pick(spec, shape, one)
@@ -115,20 +197,43 @@ def _picked(
             return f"{strategy}: {error.message}"
         if not best.fits or best.mesh is None:
             return f"{strategy} {best.reason} on {one.name}"
-        if not picked:  # which decides for the others
+        if not ways:  # which decides for the others
             same: dict[str, Any] = {"mesh": MeshSizes(**asdict(best.mesh))}
             if not may_differ:
-                own = spec.data.model_copy(update={"micro_batch": best.micro_batch})
-                same |= {"data": own}
+                same |= {"data": spec.data.model_copy(update={"micro_batch": best.micro_batch})}
+            if best.mesh.cp > 1:
+                same |= {"context": Context(exchange=best.context_exchange)}
             spec = spec.model_copy(update=same)
-        picked.append(best)
-    return picked
+        seconds = None
+        if best.seconds is not None:  # what does not grow with the share is not counted
+            seconds = (_again(spec, shape, one, best, 2 * even).step_seconds - best.step_seconds) / even
+        ways.append(_Way(one, spec, best, even, seconds))
+    return ways
 
 
-def _even_share(spec: Train, hardware: Hardware) -> int:
-    """Samples of a worker, where all have equally many whole micro-batches: what is priced."""
+def _again(
+    spec: Train, shape: ModelShape | None, hardware: Hardware, best: Candidate, sequences: int
+) -> Candidate:
+    """The same, with so many in whole micro-batches on each data rank."""
+    assert best.mesh is not None
+    assert best.micro_batch is not None
+    whole = -(-sequences // best.micro_batch) * best.micro_batch * best.mesh.num_data_ranks
+    data = spec.data.model_copy(update={"micro_batch": best.micro_batch})
+    fixed = {"data": data, "activation_checkpointing": best.activation_checkpointing}
+    return pick(_of_batch(spec.model_copy(update=fixed), whole), shape, hardware)[0]
+
+
+def _of_batch(spec: Train, batch: int) -> Train:
+    data: dict[str, Any] = {"batch_size": batch}
+    if hasattr(spec.data, "batch_tokens"):
+        data["batch_tokens"] = None
+    return spec.model_copy(update={"data": spec.data.model_copy(update=data)})
+
+
+def _even_share(spec: Train, num_readers: int) -> int:
+    """Samples of a data rank, where all have equally many whole micro-batches: what is priced."""
     size = spec.data.micro_batch if isinstance(spec.data.micro_batch, int) else 1
-    return max(1, global_batch(spec) // (hardware.world_size * size)) * size
+    return max(1, global_batch(spec) // (num_readers * size)) * size
 
 
 def _classes(hardware: Hardware) -> list[Hardware]:
@@ -151,18 +256,20 @@ def _may_differ(spec: Train) -> bool:
     return not _moves_whole(spec) and packing_of(spec) is None and spec.data.micro_batch == "auto"
 
 
-def _mixed(spec: Train, hardware: Hardware, picked: Sequence[Candidate]) -> MixedPlan:
-    """What a worker computes takes its share's part of the time that it takes for an even one."""
-    least, *each = picked
-    batch, groups = global_batch(spec), hardware.groups
-    num_workers = [one.num_nodes * one.devices_per_node for one in groups]
-    whole = sum(num_workers)
-    computes = _compute_seconds(hardware, each)
-    rates = [1 / one for one in computes] if computes else _peak_rates(groups, least.precision)
-    mean = sum(rate * number for rate, number in zip(rates, num_workers, strict=True)) / whole
+def _mixed(
+    spec: Train, shape: ModelShape | None, hardware: Hardware, ways: Sequence[_Way]
+) -> MixedPlan | str:
+    """What a data rank computes grows with its share; or why its microbatches do not go."""
+    least, each = ways[0].best, ways[1:]
+    batch, groups, even, mesh = global_batch(spec), hardware.groups, ways[0].even, cast(Mesh, least.mesh)
+    num_readers = [one.num_nodes * one.devices_per_node // mesh.ranks_per_data_rank for one in groups]
+    whole = sum(num_readers)
+    samples = _sample_seconds(hardware, each)
+    rates = [1 / one for one in samples] if samples else _peak_rates(groups, least.precision)
+    mean = sum(rate * number for rate, number in zip(rates, num_readers, strict=True)) / whole
     speeds = [float(f"{rate / mean:.{_DIGITS}g}") for rate in rates]
-    sizes = [one.micro_batch or 1 for one in each]
-    sample_tokens = least.num_tokens / (_even_share(spec, hardware) * whole)  # on the mean
+    sizes = [way.best.micro_batch or 1 for way in each]
+    sample_tokens = least.num_tokens / (even * whole)  # on the mean
     unit = 1
     if not _may_differ(spec):
         sizes = [min(sizes)] * len(groups)
@@ -170,51 +277,59 @@ def _mixed(spec: Train, hardware: Hardware, picked: Sequence[Candidate]) -> Mixe
         unit = _unit(batch, whole, min(sizes))
         sizes = [unit] * len(groups)
     ends = bounds(
-        batch // unit, whole, [speed for speed, n in zip(speeds, num_workers, strict=True) for _ in range(n)]
+        batch // unit, whole, [speed for speed, n in zip(speeds, num_readers, strict=True) for _ in range(n)]
     )
     counts = [unit * (stop - start) for start, stop in pairwise(ends)]
     shares, first = [], 0
-    for number in num_workers:
+    for number in num_readers:
         shares.append(counts[first : first + number])
         first += number
-    exposed = max((one.seconds.total - one.seconds.compute for one in each if one.seconds), default=0.0)
+    for size, own in zip(sizes, shares, strict=True):
+        whys = (why_not(schedule_of(spec), mesh.pp, -(-count // size)) for count in own)
+        if mesh.pp > 1 and (why := next(filter(None, whys), None)):
+            return f"{least.strategy}: {why}"
 
     def takes(index: int, sequences: int) -> float:
-        return computes[index] * sequences / _even_share(spec, hardware) + exposed
+        return each[index].takes(sequences, samples[index])
 
-    step = max(takes(index, max(own)) for index, own in enumerate(shares)) if computes else None
+    step = max(takes(index, max(own)) for index, own in enumerate(shares)) if samples else None
     plans = []
-    for index, (one, best, own) in enumerate(zip(groups, each, shares, strict=True)):
+    for index, (one, way, own) in enumerate(zip(groups, each, shares, strict=True)):
+        best = way.best
+        if mesh.pp > 1 and best.memory is not None:  # a pipeline may hold all microbatches of a share
+            best = _again(way.spec, shape, way.hardware, best, max(own))
+            if not best.fits:
+                return f"{least.strategy} {best.reason} on {one.name}"
         price = one.price_usd_per_device_hour
-        usd = None if price is None else price * len(own)
+        usd = None if price is None else price * one.num_nodes * one.devices_per_node
         tokens = sum(own) * sample_tokens
         plans.append(
             GroupPlan(
                 name=one.name,
                 num_nodes=one.num_nodes,
-                num_workers=len(own),
+                num_workers=one.num_nodes * one.devices_per_node,
                 speed=speeds[index],
                 sequences=max(own),
                 share_ratio=sum(own) / batch,
                 micro_batch=min(sizes[index], max(own)),
                 activation_checkpointing=cast(Any, best.activation_checkpointing),
                 memory_bytes=best.memory.total if best.memory is not None else None,
-                step_seconds=takes(index, max(own)) if computes else None,
+                step_seconds=takes(index, max(own)) if samples else None,
                 usd_per_hour=usd,
                 usd_per_million_tokens=None
                 if usd is None or step is None
                 else usd * step / 3600 / tokens * 1e6,
             )
         )
-    even = max(takes(index, -(-batch // whole)) for index in range(len(groups))) if computes else None
+    equal = max(takes(index, -(-batch // whole)) for index in range(len(groups))) if samples else None
     rate = None if step is None else batch * sample_tokens / step
-    return MixedPlan(least.strategy, least.communication, tuple(plans), step, even, rate)
+    return MixedPlan(least.strategy, least.communication, tuple(plans), step, equal, rate)
 
 
-def _compute_seconds(hardware: Hardware, each: Sequence[Candidate]) -> list[float]:
-    """Of an even share, of each group; none where nobody knows the model's size. Where the file says how fast
-    the groups are beside each other, that counts, and the first one's time."""
-    seconds = [one.seconds.compute for one in each if one.seconds is not None]
+def _sample_seconds(hardware: Hardware, each: Sequence[_Way]) -> list[float]:
+    """That a data rank of each group takes for a sample more; none where nobody knows the model's size. Where
+    the file says how fast the groups are beside each other, that counts, and the first one's time."""
+    seconds = [way.sample_seconds for way in each if way.sample_seconds is not None]
     said = [one.relative_speed for one in hardware.groups]
     if len(seconds) < len(each) or None in said:
         return seconds if len(seconds) == len(each) else []

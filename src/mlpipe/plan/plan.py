@@ -76,6 +76,11 @@ class Mesh:
         """Number of groups of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def ranks_per_data_rank(self) -> int:
+        """Number of ranks that read the same samples."""
+        return self.pp * self.cp * self.tp
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis."""
         coordinates, rest = {}, rank
@@ -463,10 +468,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The machines of one class, of several in a gang. Each of their workers has up to `sequences` of a
-    batch, in micro-batches of `micro_batch`, and takes `step_seconds` for them. `speed`: of a worker, 1 on
-    the mean of all. `share_ratio`: of the batch, of all of them together. None: nobody knows the size of the
-    model, or the price."""
+    """The machines of one class, of several in a gang. Each of their data ranks (workers that read the same
+    samples) has up to `sequences` of a batch, in micro-batches of `micro_batch`, and takes `step_seconds` for
+    them. `speed`: of a data rank, 1 on the mean of all. `share_ratio`: of the batch, of all of them together.
+    None: nobody knows the size of the model, or the price."""
 
     name: str
     num_nodes: int
@@ -585,16 +590,19 @@ class TrainPlan(StageWork):
 
     @property
     def speeds(self) -> tuple[float, ...] | None:
-        """Of each rank, where they do not all have equal shares from the beginning."""
-        return tuple(one.speed for one in self.groups for _ in range(one.num_workers)) or None
+        """Of each data rank, where they do not all have equal shares from the beginning."""
+        return tuple(one.speed for one in self.groups for _ in range(self._num_data_ranks(one))) or None
 
-    def group_of(self, rank: int) -> GroupPlan | None:
-        """The one that it is in; None: there are none."""
+    def group_of(self, data_rank: int) -> GroupPlan | None:
+        """The one that all its workers are in; None: there are none."""
         for one in self.groups:
-            if rank < one.num_workers:
+            if data_rank < self._num_data_ranks(one):
                 return one
-            rank -= one.num_workers
+            data_rank -= self._num_data_ranks(one)
         return None
+
+    def _num_data_ranks(self, group: GroupPlan) -> int:
+        return group.num_workers // self.mesh.ranks_per_data_rank
 
     @property
     def summary(self) -> str:

@@ -66,6 +66,8 @@ class Uneven:
 
     def dealt(self, mesh: Mesh, capacity: int, communication: Communication, device: Device) -> Dealt:
         """`capacity`: tokens of a row. Time that bytes are on the way is none of it."""
+        if mesh.ep > 1:  # who send each other rows have equally many
+            communication = "collective"
         key = mesh.num_data_ranks, mesh.dp_shard > 1, capacity, communication, device
         if key not in self._known:
             steps = list(self._works(mesh.num_data_ranks, capacity, communication != "collective"))

@@ -103,10 +103,11 @@ def _even(stage: Node) -> Iterator[Problem]:
     if resources is None or data is None or written is None or isinstance(sizes, Infeasible):
         return
     batch, unit, place = written
-    if groups:  # whose shares are as their speeds
-        yield from _at(place, too_few_samples(batch, workers))
-        return
     readers = workers if sizes is None else sizes["dp_replicate"] * sizes["dp_shard"]
+    if groups:  # whose shares are as their speeds
+        if sizes is not None or not mesh.is_searched(train):
+            yield from _at(place, too_few_samples(batch, readers))
+        return
     if sizes is None and batch < readers and mesh.is_searched(train):
         return  # the planner may find axes whose workers share samples
     micro_batch = _number(data, "micro_batch")

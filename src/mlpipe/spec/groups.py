@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from mlpipe._core.gpus import gpu_classes
-from mlpipe._core.meshes import AXES, DATA_AXES
+from mlpipe._core.meshes import across_classes
 from mlpipe.spec.fields import is_range
+from mlpipe.spec.mesh import sizes_of
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, groups_of, problem_of_key, text_of
 
@@ -29,7 +30,11 @@ _UNEQUAL = {
     ),
     "update": ((), "an island does not wait for the others", "remove one of them"),
     "accumulation": (("auto",), "each group has as many micro-batches as its share makes", "remove it"),
-    "pipeline": ((), "each stage of a pipeline would wait for the slowest group", "remove one of them"),
+    "pipeline.microbatches": (
+        ("auto",),
+        "each group has as many micro-batches as its share makes",
+        "remove it",
+    ),
 }
 
 
@@ -54,17 +59,30 @@ def problems(stage: Node) -> Iterator[Problem]:
     yield from _equal(groups)
     yield from _speeds(groups)
     for key, (fine, why, hint) in _UNEQUAL.items():
-        node = get(train, key)
+        node = get(train, *key.split("."))
         if node is not None and node.value not in fine:
             yield problem_of_key(node, f"{key} does not go with groups of machines: {why}", hint)
-    for axis in AXES:
-        size = get(train, "mesh", axis)
-        if axis not in DATA_AXES and size is not None and size.value != 1:
-            words = f"{axis} over groups of machines: its workers compute the same micro-batches together"
-            yield problem_of_key(size, words, f"make {axis} 1, or {_ONE}")
+    yield from _mesh(train, groups)
     splits = get(train, "data", "splits")
     if splits is not None and splits.value != 1:
         yield problem_of_key(splits, "a stream cannot be dealt to groups of machines", _ONE)
+
+
+def _mesh(train: Node, groups: list[Node]) -> Iterator[Problem]:
+    mesh, nodes, each = get(train, "mesh"), [], 1
+    for group in groups:
+        number = get(group, "nodes")
+        nodes.append(number.value if number is not None and type(number.value) is int else 1)
+        counts = [one.value for key in _COUNTS if (one := get(group, key)) is not None]
+        each = next((count for count in counts if type(count) is int and count > 0), 1)
+    sizes = sizes_of(train, sum(nodes) * each)
+    if mesh is None or not isinstance(sizes, dict) or min(nodes) < 1:
+        return
+    for axis, conflict in across_classes(sizes, nodes, each):
+        yield Problem.at((get(mesh, axis) or mesh).place, conflict.message, conflict.remedy)
+    if sizes["ep"] > 1 and (get(train, "data", "chat") or get(train, "data", "packing")):
+        words = "ep over groups of machines: packed rows of samples that differ in length cannot be dealt so"
+        yield Problem.at((get(mesh, "ep") or mesh).place, words, "make ep 1, or " + _ONE)
 
 
 def _equal(groups: list[Node]) -> Iterator[Problem]:

@@ -59,7 +59,7 @@ class MicrobatchLoader:
 
     def step(self, position: int) -> list[Microbatch]:
         """Of the step that starts at sample number `position`, equally many on every rank, but for `speeds`:
-        then one at the least."""
+        then one at the least, and equally many where ranks send each other rows for their experts."""
         rank, num_ranks = self.share
         cuts = bounds(self.global_batch // self.unit, num_ranks, self.speeds)
         start, stop = (self.unit * cuts[part] for part in (rank, rank + 1))
@@ -70,7 +70,9 @@ class MicrobatchLoader:
         ]
         most = math.ceil(math.ceil(self.global_batch / num_ranks) / self.micro_batch)
         if self.speeds is not None:
-            most = max(1, len(own))
+            first, together = rank - rank % self.world.mesh.ep, self.world.mesh.ep
+            share = max(cuts[one + 1] - cuts[one] for one in range(first, first + together))
+            most = max(1, math.ceil(self.unit * share / self.micro_batch))
         if len(own) == most:
             return own
         other = own[0] if own else self._microbatch(self._order(position, 1))

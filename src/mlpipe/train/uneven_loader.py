@@ -49,7 +49,8 @@ class UnevenLoader(MicrobatchLoader):
         capacity = self.micro_batch * self.seq_len
         rank, num_ranks = self.share
         least = [int(np.argmin(lengths))]
-        if self.communication != "collective":
+        # ranks that send each other rows for their experts have equally many, whenever weights are gathered
+        if self.communication != "collective" and self.world.mesh.ep == 1:
             dealt = deal_freely(lengths, costs, num_ranks, capacity, self.packing, self.speeds)
             return self._freely(indices, costs, dealt, least)
         dealt = deal(lengths, costs, num_ranks, capacity, self.packing)

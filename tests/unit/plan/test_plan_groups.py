@@ -147,6 +147,29 @@ def test_what_the_file_says_of_speed_or_layout_counts_and_what_does_not_fit_says
         plan_of(pipeline_of("llm", "train.precision=fp32", IN_FILE % "T4"), "train")
 
 
+def test_workers_that_compute_the_same_samples_are_of_one_class_and_have_one_share():
+    """Of 16 and 32 workers: so many data ranks, each with the samples that the plan says."""
+    for own, ranks in (
+        ("train.mesh={dp_shard: fill, tp: 4}", (4, 8)),
+        ("train.mesh={dp_shard: fill, cp: 2, tp: 4}", (2, 4)),
+        ("train.mesh={pp: 2, dp_shard: 8, dp_replicate: fill}", (8, 16)),
+    ):
+        train = plan_of(pipeline_of("llm", IN_FILE % "A100-80GB", own), "train").work.training
+        fast, slow = train.groups
+        assert (fast.num_workers, slow.num_workers) == (16, 32)
+        ends = bounds(train.global_batch, sum(ranks), train.speeds)
+        counts = [stop - start for start, stop in pairwise(ends)]
+        assert (max(counts[: ranks[0]]), max(counts[ranks[0] :])) == (fast.sequences, slow.sequences)
+        assert [train.group_of(rank).name for rank in (ranks[0] - 1, ranks[0])] == ["H200", "A100-80GB"]
+        assert fast.step_seconds / fast.sequences < slow.step_seconds / slow.sequences
+
+
+def test_axes_within_a_class_are_found_where_data_parallelism_does_not_fit_the_least_machine():
+    train = plan_of(pipeline_of("llm", IN_FILE % "A100-40GB"), "train").work.training
+    assert train.mesh.tp > 1
+    assert train.groups[1].memory_bytes < 40 * 2**30
+
+
 def test_an_evaluation_of_such_a_training_runs_on_its_first_group_and_nothing_else_is_said_of_them():
     pipeline = pipeline_of("llm", IN_FILE % "A100-80GB")
     assert compare(pipeline, "train", stage_hardware(pipeline, "train", cluster=True)) == []
