@@ -8,9 +8,9 @@ import json
 import os
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,8 @@ EXPERTS = MoeConfig(
 )  # fmt: skip
 
 
-class Samples(NamedTuple):
+@dataclass(frozen=True)
+class Samples:
     inputs_BT: Tensor
     targets_BT: Tensor
 
