@@ -13,7 +13,9 @@ import torch
 from kit import plans
 from kit.thread_ranks import on_ranks
 
-from mlpipe.plan.plan import IslandsPlan, OptimizerPlan, ValidatePlan
+from mlpipe.plan.plan import IslandsPlan, OptimizerPlan, Replicas, ValidatePlan
+from mlpipe.store import replicas
+from mlpipe.store.folder import FolderStore
 from mlpipe.train.optim.islands import LocalUpdates
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.optim.sender import Sender
@@ -163,9 +165,15 @@ def trained(tmp_path_factory):
         plan_of("stale-hsdp", replace(nesterov, staleness=2), **hsdp),
     ]
     plans.run_together(of_four, folder / "four")
-    for plan in (made[4], made[5], made[6], of_four[0]):
+    coming = {"strategy": "single", "world_size": 1, "micro_batch": 16}
+    elastic = plan_of("elastic", DILOCO, launch={"replicas": Replicas(2, 3)}, **coming)
+    replicas.want(FolderStore(store), elastic.attempt_key, 2)
+    assert plans.launch(elastic, folder / "elastic") == 0, plans.log_of(folder / "elastic")
+    of_four.append(elastic)
+    for plan in (made[4], made[5], made[6], *of_four[::2]):
         forget_the_last(plan)
-    again = [plan_of("diloco", DILOCO, attempt=2), plan_of("stale", STALE, attempt=2)]
+    again = [plan_of(name, local, attempt=2) for name, local in (("diloco", DILOCO), ("stale", STALE))]
+    again.append(plan_of("elastic", DILOCO, attempt=2))
     plans.run_together(again, folder / "two-again")
     more = [plan_of("hsdp", nesterov, attempt=2, **hsdp), plan_of("watched", DILOCO, attempt=2, world_size=4)]
     plans.run_together(more, folder / "four-again")
@@ -205,6 +213,14 @@ def test_an_island_may_be_several_workers(trained) -> None:
     assert plans.losses(store, made["hsdp", 1]) == pytest.approx(pair, rel=1e-4)
 
 
+def test_islands_that_may_come_and_go_learn_the_same(trained) -> None:
+    """To the bit while nobody does."""
+    made, store = trained
+    for field in ("loss", "grad_norm", "rounds", "exchanged_bytes", "exchanged_plain_bytes"):
+        fixed, elastic = (plans.by_step(store, made[name, 1], field) for name in ("diloco", "elastic"))
+        assert elastic == fixed, field
+
+
 @pytest.mark.combines("dp_replicate", "update async")
 @pytest.mark.combines("dp_shard", "update async")
 def test_stale_islands_learn(trained) -> None:
@@ -238,8 +254,9 @@ def test_a_resume_in_the_middle_of_a_round_repeats_it(trained, name: str) -> Non
 
 @pytest.mark.combines("resume under another mesh", "update diloco")
 def test_others_go_on_with_it(trained) -> None:
-    """Four islands with what two had in the middle of a round; and islands with what one training had."""
+    """Four islands with what two had in the middle of a round, two with what an elastic training's leader
+    had; and islands with what one training had."""
     made, store = trained
     plain = plans.losses(store, made["adamw", 1])[STEPS // 2 :]
-    for name in ("begun", "watched"):
+    for name in ("begun", "watched", "elastic"):
         assert plans.losses(store, made[name, 2]) == pytest.approx(plain, rel=0.03), name

@@ -176,9 +176,11 @@ def _more(pipeline: Pipeline, planned: StagePlan, asked: _Asked, document: dict[
         document["nodes"] = [asdict(row) for row in rows]
         lines += ["", *scaling(rows)]
         if plan.launch.replicas is not None:
+            alone = plan.work.training.islands is None
+            what = "gradients after the backward pass" if alone else "what it learnt when a round ends"
             lines.append(
-                "  each row is of nodes that stay, with a replica on each, which sends gradients after the "
-                "backward pass, at the network's full speed"
+                f"  each row is of nodes that stay, with a replica on each, which sends {what}, at the "
+                "network's full speed"
             )
         if asked.budget_usd is not None or asked.deadline:
             try:

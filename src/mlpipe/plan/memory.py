@@ -72,6 +72,8 @@ def _whole(work: RankWork) -> RankTensors:
     width = COMPUTE_BYTES[work.step.precision]
     copies = parameters.cast(1, width) if width < WEIGHT_BYTES else ()
     gradients, buffers = parameters.trained.sharded(1, GRADIENT_BYTES), total(copies)
+    if work.layout.mesh.world_size == 1:  # an island whose like are elsewhere
+        buffers += work.exchange_bytes
     held, rebuilt, gradient_bytes = work.held_bytes, work.rebuilt_bytes, total(gradients)
     moments = [Moment(buffers + held), Moment(buffers + gradient_bytes + rebuilt)]
     if work.step.accumulation > 1:

@@ -99,7 +99,7 @@ def without_data(mesh: Mesh) -> Mesh:
     return replace(mesh, dp_replicate=1, dp_shard=1, ep=1)
 
 
-def _of_islands(local: IslandsPlan, trained: ParameterCounts) -> Exchanged:
+def of_islands(local: IslandsPlan, trained: ParameterCounts) -> Exchanged:
     """A step's share of a round, in which an island sends what it learnt: anchors, outer momentum and what
     was not told are kept; what travels, and a copy of it, while the island goes on."""
     bits = 8.0 * GRADIENT_BYTES * trained.total
@@ -150,7 +150,7 @@ class Pricer:
         ranks = [self._on_one_rank(choices, mesh, part) for part in self._parts(mesh)]
         step, activations, step_passes = max(ranks, key=lambda rank: rank[2].compute)
         hardware, training = self.hardware, self.training
-        layout = replace(layout, exchanged=self._exchanged(step.part))
+        layout = replace(layout, exchanged=self._exchanged(step.part, layout))
         needs = self._fullest(ranks, layout)
         often = choices.communication != "resident"
         if often and needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
@@ -289,11 +289,11 @@ class Pricer:
             self._known[key] = (step, activations, passes(self.shape, step, hardware))
         return self._known[key]
 
-    def _exchanged(self, part: Part) -> Exchanged | None:
+    def _exchanged(self, part: Part, layout: Layout) -> Exchanged | None:
         compress, trained = self.training.compress, self.shape.parameters.of(part).trained
         if (local := self.training.islands) is not None:
-            return _of_islands(local, trained)
-        if compress is None:
+            return of_islands(local, trained)
+        if compress is None or layout.num_replicas == 1:
             return None
         sent = COMPRESSIONS[compress.name].sent
         each = [(sent(rows, columns, compress.args), many) for rows, columns, many in trained.tensors]

@@ -9,6 +9,7 @@ from mlpipe._core.feasibility import ELASTIC_EXPERTS
 from mlpipe._core.meshes import UNEVEN
 from mlpipe.spec import fields as f
 from mlpipe.spec.feasibility import batch_of
+from mlpipe.spec.links import is_stale
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, problem_of_key, text_of
 
@@ -33,13 +34,14 @@ def problems(stage: Node) -> Iterator[Problem]:
         yield problem_of_key(preflight, "machines that come and go are not checked", "remove it")
     written, workers = batch_of(train), _number(stage, "resources", "gpus_per_node")
     workers = workers or _number(stage, "resources", "workers_per_node") or 1
-    compress = get(train, "compress")
-    if workers > 1 and compress is not None and compress.value is not None:
-        yield problem_of_key(
-            compress,
-            f"compress is between nodes that come and go of one worker each, and these have {workers}",
-            "remove compress",
-        )
+    for key in ("compress", "update"):
+        sent = get(train, key)
+        if workers > 1 and sent is not None and sent.value is not None:
+            yield problem_of_key(
+                sent,
+                f"{key} is between nodes that come and go of one worker each, and these have {workers}",
+                f"remove {key}",
+            )
     if written and (batch := written[0]) < most * workers:
         each, room = "1 worker" if workers == 1 else f"{workers} workers", batch // workers
         yield problem_of_key(
@@ -92,9 +94,11 @@ def _impossible(train: Node) -> Iterator[Problem]:
             "remove buckets",
         )
     update, factors = get(train, "update"), get(train, "compress", "powersgd")
-    if update is not None and update.value is not None:
+    if update is not None and is_stale(update):
         yield problem_of_key(
-            update, "update keeps what only one replica has, and replicas come and go", "remove update"
+            update,
+            "what travels while a node goes on is lost with any of those that told it, and they come and go",
+            "write diloco or local_sgd, without staleness",
         )
     if text_of(compress := get(train, "compress")) == "powersgd" or factors is not None:
         assert compress is not None

@@ -172,19 +172,32 @@ def problems(train: Node, strategies: Mapping[str, Sequence[str]]) -> Iterator[P
     yield from _of_rounds(train, update)
 
 
-def _of_rounds(train: Node, update: Node) -> Iterator[Problem]:
-    """What has no room in one."""
+def _figures(update: Node) -> dict[str, tuple[Node | None, Any]]:
+    """Of a round: where each is said, and what it is."""
     name = next((one for one in ROUNDS if text_of(update) == one or get(update, one) is not None), None)
     if name is None:
-        return
-    said = {key: get(update, name, key) for key in ("sync_every", "fragments", "staleness")}
+        return {}
     fields = ROUNDS[name].model_fields
-    steps, fragments, staleness = (
-        node.value if node is not None else fields[key].default if key in fields else 1
+    said = {key: get(update, name, key) for key in ("sync_every", "fragments", "staleness")}
+    return {
+        key: (node, node.value if node is not None else fields[key].default if key in fields else 1)
         for key, node in said.items()
-    )
-    if not all(type(number) is int for number in (steps, fragments, staleness)):
+    }
+
+
+def is_stale(update: Node) -> bool:
+    """Whether workers go on while what they told travels."""
+    _, staleness = _figures(update).get("staleness", (None, 0))
+    return bool(staleness)
+
+
+def _of_rounds(train: Node, update: Node) -> Iterator[Problem]:
+    """What has no room in one."""
+    figures = _figures(update)
+    said = {key: node for key, (node, _) in figures.items()}
+    if not figures or not all(type(number) is int for _, number in figures.values()):
         return
+    steps, fragments, staleness = (number for _, number in figures.values())
     if said["fragments"] is not None and fragments > steps:
         yield Problem.at(
             said["fragments"].place,

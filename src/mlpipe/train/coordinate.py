@@ -58,7 +58,7 @@ class Coordinating:
         self.seat = replicas.Seat(self.store, self.key, self.coordinator.where)
         self.num_signals = 0
         self.told_at = math.inf  # when the first of them came
-        self.heard: tuple[int, int] | None = None  # the commit that was looked at last since a signal
+        self.heard: tuple[int, float] | None = None  # the commit that was looked at last since a signal
         self.num_heard = 0  # commits since then after which nobody left
 
     def check(self) -> None:

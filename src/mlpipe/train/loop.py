@@ -112,6 +112,11 @@ class Loop:
         else:
             self.sums.sum_(totals)
 
+    @property
+    def num_gradient_ranks(self) -> int:
+        """Over how many ranks gradients are averaged, of those whose targets are summed."""
+        return self.session.world.num_gradient_ranks
+
     def is_finite(self, *totals: float) -> bool:
         """Whether loss, targets and norm are."""
         return all(map(math.isfinite, totals))
@@ -180,7 +185,7 @@ class Loop:
         total_loss, total_targets, total_squared, total_tokens, stop, asks = totals.tolist()
         # Techniques average over ranks; the loss is a mean over the global batch's targets.
         loss_scale = self.loss_scale
-        scale = world.num_gradient_ranks / max(total_targets, 1.0)
+        scale = self.num_gradient_ranks / max(total_targets, 1.0)
         if loss_scale is not None:
             scale /= loss_scale.factor
         grad_norm = total_squared**0.5 * scale

@@ -79,7 +79,9 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         plan = replace(plan, pipeline=pipeline)
         if pipeline != asked:
             notes.append(f"by FLOPs, the pipeline's stages begin with {', '.join(pipeline.cut)}")
-    model = parallelize(built, world, plan)
+    # of an elastic training all that are here are one island
+    whole = session.plan.launch.replicas is not None
+    model = parallelize(built, world, replace(plan, islands=None) if whole else plan)
     starting = time.perf_counter()
     if plan.init_from is not None:
         from mlpipe.train.starting import start
@@ -92,7 +94,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     if plan.islands is not None:
         from mlpipe.train.optim.islands import local_updates
 
-        update = local_updates(plan.islands, update, model, world)
+        update = local_updates(plan.islands, update, model, world, whole=whole)
     # before the first pass, so that they do not lie among what it leaves in the heap
     update.state()
     loss_scale = None

@@ -197,6 +197,17 @@ def test_one_that_leaves_and_one_that_comes_change_the_quorum_after_a_committed_
     assert membership.quorums[-1].step == 1
 
 
+def test_nobody_comes_or_leaves_in_the_midst_of_a_step():
+    membership = formed()
+    membership.connect(3, 0, "a")
+    membership.receive(3, 0, {"ask": "join", "step": -1})
+    for step, void, leaving in ((0.5, False, []), (1, True, [0])):
+        for number in range(3):
+            vote(membership, number, step=step, leaves=number == 0)
+        assert list(replies(membership).values()) == 3 * [{"commit": True, "void": void, "leaving": leaving}]
+        assert membership.committed == (1, step)
+
+
 def test_a_sum_that_failed_on_one_replica_counts_on_none():
     membership = formed()
     for number in range(3):

@@ -9,7 +9,8 @@ from mlpipe._core.pipelines import DEFAULT, Schedule
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import Communication, ContextExchange, Mesh
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, StepShape
-from mlpipe.plan.tensors import Group, RankTensors, total
+from mlpipe.plan.sizes import DDP_BUCKET_BYTES
+from mlpipe.plan.tensors import GRADIENT_BYTES, Group, RankTensors, total
 from mlpipe.plan.wire import Wire
 
 
@@ -98,6 +99,15 @@ class RankWork:
         if self.overlap:
             return self.optimizer.states_on_gpu(self.parameters.trained, num_ranks)
         return self.optimizer.states(self.parameters.trained, num_ranks)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """What is kept from step to step for what replicas send instead of gradients, and a bucket of it that
+        arrives."""
+        if (exchanged := self.layout.exchanged) is None:
+            return 0
+        own = total(self.parameters.trained.sharded(self.layout.num_shards, GRADIENT_BYTES))
+        return exchanged.kept_copies * own + min(own, DDP_BUCKET_BYTES)
 
     @property
     def rebuilt_bytes(self) -> int:

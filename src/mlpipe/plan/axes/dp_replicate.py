@@ -19,11 +19,7 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     """Gradients are views of the communication buckets (`gradient_as_bucket_view`), so the buckets cost
     nothing more; but they live from the first step on, so gradients take no other's place. Updated slices are
     gathered through buffers that hold the model once more, and a slice, when the activations are gone."""
-    if (exchanged := work.layout.exchanged) is not None:  # what is kept for it, and a bucket that arrives
-        own = total(work.parameters.trained.sharded(work.layout.num_shards, GRADIENT_BYTES))
-        tensors = replace(
-            tensors, buffers=tensors.buffers + exchanged.kept_copies * own + min(own, DDP_BUCKET_BYTES)
-        )
+    tensors = replace(tensors, buffers=tensors.buffers + work.exchange_bytes)
     if work.layout.mesh.dp_shard > 1:  # FSDP reduces over the replicas what it has scattered, in place
         return tensors
     gradients, buffers = total(tensors.gradients), tensors.buffers

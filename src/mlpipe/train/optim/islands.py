@@ -31,9 +31,11 @@ from mlpipe.train.shards import LocalShard
 from mlpipe.train.world import World
 
 
-def local_updates(plan: IslandsPlan, update: Update, model: ParallelizedModel, world: World) -> LocalUpdates:
-    """`update`: of one island. Raises TrainError (input) for a model that forward passes write to: what its
-    islands have seen cannot be put together."""
+def local_updates(
+    plan: IslandsPlan, update: Update, model: ParallelizedModel, world: World, *, whole: bool = False
+) -> LocalUpdates:
+    """`update`: of one island. `whole`: this world is one, and the others are elsewhere. Raises TrainError
+    (input) for a model that forward passes write to: what its islands have seen cannot be put together."""
     buffers = [shard.name for shard in model.shards if shard.is_buffer]
     if buffers:
         raise TrainError(
@@ -44,7 +46,7 @@ def local_updates(plan: IslandsPlan, update: Update, model: ParallelizedModel, w
             kind="input",
         )
     trained = [shard for shard in model.shards if shard.is_trained]
-    ranks = RankGroup.along("dp_replicate", world, model.waits)
+    ranks = RankGroup(0, 1, None, _as_it_is) if whole else RankGroup.along("dp_replicate", world, model.waits)
     if plan.staleness:  # what travels beside other collectives has its own group, and is waited for elsewhere
         ranks = replace(ranks, group=world.group_of_its_own("dp_replicate"), timed=_as_it_is)
     updates = LocalUpdates(plan, update, trained, ranks, model.waits.timed)
@@ -64,7 +66,11 @@ def settle(update: Update) -> None:
 
 class LocalUpdates:
     """An Update of the shards of an island, which `update` updates. What a checkpoint has as the model's
-    weights, and what is validated, are the anchors: equal on all islands."""
+    weights, and what is validated, are the anchors: equal on all islands.
+
+    `due`: fragments on which the islands are about to agree, in the midst of a step. `is_last`: all of them,
+    after the next one. `link`, and `together`, which asks for a mean over it until all islands have it, are
+    set from outside where islands come and go."""
 
     def __init__(
         self,
@@ -86,6 +92,9 @@ class LocalUpdates:
         self.num_rounds = 0
         self._anchors = [shard.local.detach().clone() for shard in shards]
         self._parts = [_Part(plan, some, ranks.num_ranks) for some in self._fragments()]
+        self.due: list[int] = []
+        self.is_last = False
+        self.together: Callable[[Callable[[], list[Any]]], list[Any]] = lambda mean: mean()
         self._loads_momentum = self._loads_unsent = True
 
     def _fragments(self) -> list[list[tuple[LocalShard, Tensor]]]:
@@ -107,12 +116,17 @@ class LocalUpdates:
         self.update.step(lr=lr, scale=scale)
         self.num_steps += 1
         self.link.sent_bytes = 0
-        every, staleness = self.plan.sync_every, self.plan.staleness
         for number, part in enumerate(self._parts):
-            if part.travels and self.num_steps - part.told_at >= staleness:
+            if part.travels and self.num_steps - part.told_at >= self.plan.staleness:
                 self._hear(number)
-            if (self.num_steps - number * every // self.plan.fragments) % every == 0:
-                self._tell(number)
+        self._tell(self.turns(self.num_steps))
+
+    def turns(self, num_steps: int) -> list[int]:
+        """The fragments on which all agree after so many steps."""
+        every, fragments = self.plan.sync_every, self.plan.fragments
+        if self.is_last:
+            return list(range(fragments))
+        return [one for one in range(fragments) if (num_steps - one * every // fragments) % every == 0]
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -125,19 +139,30 @@ class LocalUpdates:
     def finish(self) -> None:
         """After the last step: all agree on what was learnt since."""
         self.settle()
-        for number, part in enumerate(self._parts):
-            if part.told_at != self.num_steps:
-                self._tell(number)
+        self._tell([one for one, part in enumerate(self._parts) if part.told_at != self.num_steps])
         self.settle()
 
-    def _tell(self, fragment: int) -> None:
-        part = self._parts[fragment]
-        part.told_at = self.num_steps
+    def _tell(self, fragments: list[int]) -> None:
         if self._sender is None:
-            part.agree(self.link)
-            self.num_rounds += fragment == 0
-        else:
+            self.due = fragments
+            self.agree()
+            return
+        for part in (self._parts[one] for one in fragments):
+            part.told_at = self.num_steps
             part.tell(Link(self.link.ranks), self._sender)
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """On what is due."""
+        if not self.due:
+            return
+        parts = [self._parts[one] for one in self.due]
+        means = self.together(lambda: [part.mean(self.link) for part in parts])
+        for part, mean in zip(parts, means, strict=True):
+            part.agree(mean)
+            part.told_at = self.num_steps
+        self.num_rounds += 0 in self.due
+        self.due = []
 
     def _hear(self, fragment: int) -> None:
         self.link.sent_bytes += self._timed(self._parts[fragment].hear)()
@@ -192,6 +217,7 @@ class LocalUpdates:
             "num_steps": self.num_steps,
             "num_rounds": self.num_rounds,
             "agreed_at": [part.told_at for part in self._parts],
+            "due": self.due,
             "outer_momentum": bool(self.plan.outer_momentum),
             "unsent": self.plan.compress is not None,
             "update": self.update.scalars(),
@@ -204,12 +230,19 @@ class LocalUpdates:
         self.num_rounds = scalars.get("num_rounds", 0) if ISLANDS in scalars else 0
         self._loads_momentum = scalars.get("outer_momentum", False)
         self._loads_unsent = scalars.get("unsent", False)
-        agreed_at = scalars.get("agreed_at", [])
+        agreed_at, self.due = scalars.get("agreed_at", []), scalars.get("due", [])
         for number, part in enumerate(self._parts):
             part.told_at = agreed_at[number] if len(agreed_at) == len(self._parts) else 0
             for tensor in (*part.momentum, *part.unsent):
                 tensor.zero_()
         self.update.load_scalars(scalars["update"] if ISLANDS in scalars else scalars)
+
+    @torch.no_grad()
+    def forget_unsent(self) -> None:
+        """It is another island's, which tells it itself."""
+        for part in self._parts:
+            for tensor in part.unsent:
+                tensor.zero_()
 
     @torch.no_grad()
     def after_load(self) -> None:
@@ -234,6 +267,8 @@ class _Part:
         self.code = None if plan.compress is None else code_of(plan.compress)
         self.unsent = [torch.zeros_like(anchor) for anchor in self.anchors] if self.code is not None else []
         self.told_at = 0  # after which step
+        # what was not told yet, and what will not have been once the mean that was asked for last counts
+        self._left: list[tuple[Tensor, Tensor]] = []
         self._told: list[Tensor] = []  # while it travels
         self._answer: Answer | None = None
 
@@ -242,11 +277,15 @@ class _Part:
         """Whether an answer is on its way."""
         return self._answer is not None
 
-    def agree(self, link: Link) -> None:
+    def mean(self, link: Link) -> list[Tensor]:
+        """Of how far the islands have gone. Asked again it is the same, of those who are there then."""
+        return self._mean(self._gone(), link)
+
+    def agree(self, mean: list[Tensor]) -> None:
         """At once: all have the anchors, to the bit."""
         if not self.shards:
             return
-        self._outer_step(self._mean(self._gone(), link))
+        self._outer_step(mean)
         torch._foreach_copy_([shard.local for shard in self.shards], self.anchors)
 
     def tell(self, link: Link, sender: Sender) -> None:
@@ -278,6 +317,7 @@ class _Part:
 
     def _mean(self, gone: list[Tensor], link: Link) -> list[Tensor]:
         """Over the islands, in place."""
+        self._left = []
         for some in buckets(range(len(gone)), GATHER_BUCKET_BYTES, gone.__getitem__):
             self._average(some, gone, link)
         return gone
@@ -285,6 +325,9 @@ class _Part:
     def _outer_step(self, mean: list[Tensor]) -> None:
         """b = m b + d, anchor -= lr (d + m b), where d is the mean of how far the anchor is from each
         island's weights."""
+        for unsent, left in self._left:
+            unsent.copy_(left)
+        self._left = []
         momentum, steps = self.plan.outer_momentum, mean
         if momentum:
             torch._foreach_mul_(self.momentum, momentum)
@@ -307,5 +350,5 @@ class _Part:
             unsent = [self.unsent[index] for index in some]
             torch._foreach_add_(parts, unsent)
             mean = coded_mean(flat, self.code, link)
-            torch._foreach_copy_(unsent, parts)
+            self._left += zip(unsent, parts, strict=True)
         torch._foreach_copy_(own, views(mean, own))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from mlpipe.train.loss_scale import LossScale
     from mlpipe.train.validation import Validation
 
+T = TypeVar("T")
+
+
+class Healed(Exception):  # no error: in the midst of a step
+    """This replica stands where another one stood."""
+
 
 @dataclass
 class ElasticLoop(Loop):
@@ -42,6 +48,16 @@ class ElasticLoop(Loop):
     changed: bool = False  # who takes part, since the last step
     released: bool = False  # this replica stops without the others
     named: dict[str, float] | None = None  # this node if it was told to be slow last; None: nobody knows yet
+
+    def __post_init__(self) -> None:
+        if self.replicas.islands is not None:
+            self.replicas.islands.together = self.together
+
+    @property
+    def num_gradient_ranks(self) -> int:
+        """Targets are those of all replicas, and gradients of an island its own."""
+        islands = 1 if self.replicas.islands is None else self.session.num_replicas
+        return super().num_gradient_ranks * islands
 
     def step(self) -> tuple[bool, bool]:
         """Until it is committed."""
@@ -60,29 +76,69 @@ class ElasticLoop(Loop):
                 "membership_seconds": tried - began if self.changed else None,
             }
             try:
+                if self.replicas.islands is not None and self.replicas.islands.due:
+                    return self.end_of_round()
                 stopping, save = super().step()
-            except MembershipChanged:
+            except (MembershipChanged, Healed) as why:
                 clear_gradients(self.model.shards)
                 self.model.waits.take()
-                self.replicas.void = self.changed = True
+                self.replicas.void |= isinstance(why, MembershipChanged)
+                self.changed = True
                 continue
+            stopping |= self.replicas.leaves
             self.changed = False
             recording = self.recording
             num_tokens = 0 if recording.last is None else recording.last.tokens
             self.replicas.seconds_per_token = recording.own_seconds / num_tokens if num_tokens else 0.0
             return stopping, save
 
-    def rejoin(self) -> None:
-        """Those who are there now; what was read for the share before is of no use."""
+    def together(self, mean: Callable[[], T]) -> T:
+        """Over the islands that are there, in the midst of a step, until all have it. Raises Healed."""
+        of_replicas, began = self.recording.of_replicas, time.perf_counter()
+        while True:
+            if self.replicas.void:
+                try:
+                    if self.rejoin():
+                        raise Healed
+                except Released:  # there are no others any more, and this one leaves in the next step
+                    self.replicas.void = True
+                    return mean()
+                of_replicas["replicas"] = self.session.num_replicas
+                lost = time.perf_counter() - began
+                of_replicas["membership_seconds"] = (of_replicas["membership_seconds"] or 0.0) + lost
+                began += lost
+            met = True
+            try:
+                found = self.replicas.together(self.position.step + 1, mean)
+            except MembershipChanged:
+                met = False
+            if self.replicas.agreed(met):
+                self.replicas.void = not self.replicas.agreed(not self.replicas.void)
+                return found
+            self.replicas.void = True
+
+    def end_of_round(self) -> tuple[bool, bool]:
+        """Of who was healed when the others had begun with it."""
+        assert self.replicas.islands is not None
+        self.replicas.islands.agree()
+        self.position.step += 1
+        self.position.samples += self.plan.global_batch
+        return self.replicas.leaves, False
+
+    def rejoin(self) -> bool:
+        """Those who are there now; what was read for the share before is of no use. Returns whether this
+        replica was healed."""
         self.checkpointer.wait_for_staging()
         position = self.replicas.take_part(self.position)
         self.position.step, self.position.samples = position.step, position.samples
-        if position is not self.position:
+        healed = position is not self.position
+        if healed:
             if self.validation is not None:
                 self.validation.load(position.scalars)
             if self.loss_scale is not None:
                 self.loss_scale.load(position.scalars)
         self.reader.forget()
+        return healed
 
     def gradients(self, number: int, batches: Sequence[Microbatch]) -> LossSum:
         """Of all replicas. Raises TrainError (input) if the model keeps running averages in buffers: each
@@ -101,17 +157,28 @@ class ElasticLoop(Loop):
                     hint="take a norm without running averages, or write one number of nodes",
                     kind="input",
                 )
-        self.replicas.commit(number, sums)
+        if self.replicas.islands is None:
+            totals = torch.stack([sums.loss_sum, sums.num_targets]).double().cpu()
+            self.replicas.commit(number, torch.cat([totals, totals.new_tensor([sums.num_tokens])]))
         return sums
 
     def total(self, totals: Tensor) -> None:
         """Of all replicas; a replica stops if it was asked to before the step was committed. Its ranks go the
         same way afterwards: one of them may have heard of the commit after the quorum was void."""
         num = len(totals)
-        totals[[0, 1, 3]] = self.replicas.totals[:3]
+        if (islands := self.replicas.islands) is None:
+            totals[[0, 1, 3]] = self.replicas.totals
+        else:
+            number, num_islands = self.position.step + 1, self.session.num_replicas
+            islands.is_last = number == self.plan.steps
+            ends = bool(islands.turns(islands.num_steps + 1))
+            told = totals[:4].clone()
+            told[2] /= num_islands
+            self.replicas.commit(number - 0.5 if ends else number, told)
+            totals[:4] = told
         totals[4] = float(self.replicas.leaves)
         void = totals.new_tensor([float(self.replicas.void)])
-        told = torch.cat([totals, void, self.replicas.totals[3:]])
+        told = torch.cat([totals, void, self.replicas.told])
         dist.all_reduce(told)
         totals.copy_(told[:num])
         self.replicas.void = bool(told[num])

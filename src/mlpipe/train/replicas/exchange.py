@@ -85,14 +85,24 @@ class _Ranks(RankGroup):
 
     do: Callable[..., None]
 
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As over any ranks."""
+        for part in tensor.split(_BUCKET_BYTES // tensor.element_size()) if self.num_ranks > 1 else ():
+            self.do("allreduce", [part])
+        return tensor
+
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         """As over any ranks."""
+        if self.num_ranks == 1:
+            return part
         whole = part.new_empty((self.num_ranks * part.shape[0], *part.shape[1:]), device="cpu")
         self.do("_allgather_base", whole, part.cpu().contiguous())
         return whole.to(part.device)
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         """As over any ranks."""
+        if self.num_ranks == 1:
+            return rows
         received = torch.empty_like(rows, device="cpu")
         self.do("alltoall_base", received, rows.cpu().contiguous(), [], [])
         return received.to(rows.device)

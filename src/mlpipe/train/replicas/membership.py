@@ -7,6 +7,9 @@ ranks that are there `join` the next one. A step goes through two meetings of al
     ready    all have their gradients: the sum over replicas may begin, and nobody waits in it for a slow one
     vote     all have the sum, or some have not: the step is committed on all of them or on none
 
+Islands (`optim/islands.py`) have four where a round ends: the first two are of half a step, after which they
+have still to agree, and nobody comes or leaves.
+
 A rank that comes to neither says `spoil`, so that nobody waits for it. One that waits in vain and is to leave
 asks to `join` again, with `leaves`, and may.
 
@@ -30,11 +33,12 @@ Rank = tuple[int, int]  # number of the replica, rank within it
 @dataclass(frozen=True)
 class Quorum:
     """`members`: numbers of the replicas; the first one leads, which writes checkpoints. `step`: the most
-    that one of them has done; below 0 where nobody has anything. `why`: there is a new one."""
+    that one of them has done, perhaps a half more; below 0 where nobody has anything. `why`: there is a new
+    one."""
 
     number: int
     members: tuple[int, ...]
-    step: int
+    step: float
     why: str
 
 
@@ -50,7 +54,7 @@ class Membership:
         self.expected = expected
         self.quorum: Quorum | None = None
         self.quorums: list[Quorum] = []
-        self.committed: tuple[int, int] | None = None  # number of the quorum, step
+        self.committed: tuple[int, float] | None = None  # number of the quorum, step
         self.inherited = False  # the ranks were in a quorum of another coordinator
         self._number = 0  # of the quorum made last
         self.left: list[int] = []  # who left after the step that was committed last
@@ -71,7 +75,7 @@ class Membership:
         self._lives[replica, rank] = life
         self._asked.pop((replica, rank), None)  # it asks again
 
-    def inherit(self, quorum: int, size: int, committed: list[int] | None, left: list[int]) -> None:
+    def inherit(self, quorum: int, size: int, committed: list[Any] | None, left: list[int]) -> None:
         """What a rank has heard of the coordinator before this one: its last quorum, how many were in it, and
         the last step that was committed (number of the quorum, step) with who left after it."""
         if self.quorums or not quorum:
@@ -158,10 +162,11 @@ class Membership:
                 self._reply(who, {"void": False})
             return
         commit = all(one["ok"] for one in asked.values())
-        leaving = sorted({replica for (replica, _), one in asked.items() if one["leaves"]}) if commit else []
+        ends = commit and message["step"] % 1 == 0
+        leaving = sorted({replica for (replica, _), one in asked.items() if one["leaves"]}) if ends else []
         staying = [replica for replica in members if replica not in leaving]
         newcomers = [replica for replica in self._joined() if replica not in members]
-        grows = bool(newcomers) and len(staying) < self.most
+        grows = ends and bool(newcomers) and len(staying) < self.most
         if commit:
             self.committed, self.left = (self.quorum.number, message["step"]), leaving
         void = not commit or grows or bool(leaving)

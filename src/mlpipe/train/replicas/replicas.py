@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.shares import Shares
 from mlpipe.store import replicas as store_replicas
 from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.optim.islands import LocalUpdates
 from mlpipe.train.optim.update import Update, after_load
 from mlpipe.train.parallel.compression.averager import Link
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -26,9 +27,9 @@ from mlpipe.train.replicas.compressed import CompressedSums
 from mlpipe.train.replicas.exchange import Exchange, MembershipChanged
 from mlpipe.train.replicas.member import Member
 from mlpipe.train.resuming import Position, load_optimizer, optimizer_scalars, stored
-from mlpipe.train.schedules import LossSum
 from mlpipe.train.session import Session
 
+T = TypeVar("T")
 _NOTHING = -1  # steps that a rank has done that has nothing to go on from
 
 
@@ -39,7 +40,7 @@ class Released(Exception):  # no error: too few are there to go on, and this rep
 class Replicas:
     """`validation`: its state, for those who are behind, and how it is taken up. `seconds_per_token`: that
     this rank took in the last step. `shares`: what all members have heard of each other's, in their order,
-    since these take part; nothing is dealt by it."""
+    since these take part; nothing is dealt by it. `islands`: where each replica is one."""
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class Replicas:
         self.seconds_per_token = 0.0
         self.shares = Shares(1)
         self.more_scalars: Callable[[], dict[str, Any]] = dict
+        self.islands = update if isinstance(update, LocalUpdates) else None
         self.compressed = None if plan.compress is None else CompressedSums(plan.compress)
         if self.compressed is not None:
             told, sent = model.step_metrics, self.compressed.end_step
@@ -97,9 +99,11 @@ class Replicas:
         while True:
             self.session.watchdog.beat("waiting for the other replicas", max(position.step, 0), waiting=True)
             leaves = self.session.stop.requested if self.entered and healthy else lambda: False
-            reply = self.member.ask("join", leaves, step=position.step if healthy else _NOTHING)
+            step = position.step + (0.5 if self.islands is not None and self.islands.due else 0)
+            reply = self.member.ask("join", leaves, step=step if healthy else _NOTHING)
             if "leave" in reply:
                 self.members, self.leaving, self.void = [self.member.replica], [], False
+                self._use(Exchange(self.member, self.quorum, 0, 1))
                 raise Released
             self.quorum, self.members, self.leaving, self.void = reply["quorum"], reply["members"], [], False
             index, size = self.index, len(self.members)
@@ -115,7 +119,7 @@ class Replicas:
                 )
             met = True
             try:
-                self.exchange = Exchange(self.member, self.quorum, index, size)
+                self._use(Exchange(self.member, self.quorum, index, size))
                 if index == (donor := steps.index(highest)):
                     self._heal(position, behind)
                 elif index in behind:
@@ -129,14 +133,32 @@ class Replicas:
             if self.agreed(met):
                 return position
 
-    def commit(self, number: int, sums: LossSum) -> None:
-        """Sums gradients and `sums` over the replicas, with what each tells of its last step, or raises
-        MembershipChanged with garbage in the gradients. What a parameter has no gradient of here it may have
-        elsewhere: zeros stand for it."""
-        summed = torch.stack([sums.loss_sum, sums.num_targets]).double().cpu()
-        told = torch.zeros(1 + len(self.members), dtype=torch.float64)
-        told[0], told[1 + self.index] = sums.num_tokens, self.seconds_per_token
-        self.totals = torch.cat([summed, told])
+    def _use(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        if self.islands is not None:
+            self.islands.link = Link(exchange.ranks)
+
+    def commit(self, number: float, totals: torch.Tensor) -> None:
+        """Sums gradients and `totals` over the replicas, with what each tells of its last step, or raises
+        MembershipChanged with garbage in the gradients, which islands keep for themselves. What a parameter
+        has no gradient of here it may have elsewhere: zeros stand for it."""
+        told = torch.zeros(len(self.members), dtype=torch.float64)
+        told[self.index] = self.seconds_per_token
+        self.totals, self.told = totals, told
+        gradients = self._gradients() if self.islands is None else []
+
+        def sum_() -> None:
+            some = gradients
+            if self.compressed is not None:
+                self.compressed.sum_(gradients, Link(self.exchange.ranks))
+                some = []
+            self.exchange.sum_([*some, self.totals, self.told])
+
+        self.together(number, sum_)
+        if self.compressed is not None:
+            self.compressed.commit()
+
+    def _gradients(self) -> list[torch.Tensor]:
         gradients = []
         for shard in self.model.shards:
             if shard.parameter is not None and shard.parameter.requires_grad:
@@ -145,28 +167,25 @@ class Replicas:
                 gradient = shard.gradient()
                 assert gradient is not None
                 gradients.append(gradient)
-        self.session.watchdog.beat("waiting for the other replicas", number, waiting=True)
-        with self._waiting():
-            self._agree(number, gradients)
+        return gradients
 
-    def _agree(self, number: int, gradients: list[torch.Tensor]) -> None:
-        if self.member.ask("ready", quorum=self.quorum, step=number)["void"]:
-            raise MembershipChanged
-        ok = True
-        try:
-            if self.compressed is not None:
-                self.compressed.sum_(gradients, Link(self.exchange.ranks))
-                gradients = []
-            self.exchange.sum_([*gradients, self.totals])
-        except MembershipChanged:
-            ok = False
-        leaves = self.session.stop.requested()
-        vote = self.member.ask("vote", quorum=self.quorum, step=number, ok=ok, leaves=leaves)
-        if not vote.get("commit"):
-            raise MembershipChanged
-        if self.compressed is not None:
-            self.compressed.commit()
+    def together(self, number: float, exchange: Callable[[], T]) -> T:
+        """What `exchange` gives, once all replicas have come through it. Raises MembershipChanged."""
+        self.session.watchdog.beat("waiting for the other replicas", int(number), waiting=True)
+        with self._waiting():
+            if self.member.ask("ready", quorum=self.quorum, step=number)["void"]:
+                raise MembershipChanged
+            lost: MembershipChanged | None = None
+            try:
+                found = exchange()
+            except MembershipChanged as error:
+                lost = error
+            leaves, ok = self.session.stop.requested(), lost is None
+            vote = self.member.ask("vote", quorum=self.quorum, step=number, ok=ok, leaves=leaves)
+            if lost is not None or not vote.get("commit"):
+                raise MembershipChanged
         self.void, self.leaving = vote["void"], vote["leaving"]
+        return found
 
     def agreed(self, met: bool) -> bool:
         """Whether all ranks of this replica have met the others. One may have been stopped when they were
@@ -223,10 +242,13 @@ class Replicas:
         if "value" not in reply:
             raise MembershipChanged
         scalars = json.loads(reply["value"])
-        load_optimizer(self.plan.optimizer, self.update, scalars, self.session.plan.run_id, False)
+        is_local = self.islands is not None
+        load_optimizer(self.plan.optimizer, self.update, scalars, self.session.plan.run_id, is_local)
         with torch.no_grad():
             self.exchange.receive([item.local for item in stored(self.model, self.update)], donor)
         after_load(self.update)
+        if self.islands is not None:
+            self.islands.forget_unsent()
         self.model.after_step()
         return replace(Position(scalars["step"], scalars["samples"]), scalars=scalars)
 

@@ -19,7 +19,7 @@ def tell_quorums(membership: Membership, num_told: int, store: Store, attempt_ke
             continue
         names = ", ".join(map(str, quorum.members))
         print(f"replicas {names} take part: {quorum.why}", flush=True)  # noqa: T201
-        event = MembershipRecord(members=list(quorum.members), step=max(0, quorum.step), why=quorum.why)
+        event = MembershipRecord(members=list(quorum.members), step=int(max(0, quorum.step)), why=quorum.why)
         append_event(store, attempt_key, event)
     return num_told + len(new)
 

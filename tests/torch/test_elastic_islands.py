@@ -1,0 +1,214 @@
+"""Islands that come and go: in threads of this process around a real coordinator, each of which dies or comes
+at a point of a round that is chosen; what they learn is what a simulation says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kit.command_runs import until
+
+from mlpipe.plan.plan import IslandsPlan, OptimizerPlan
+from mlpipe.train.loop import Loop
+from mlpipe.train.optim.islands import local_updates
+from mlpipe.train.optim.make import make_update
+from mlpipe.train.parallel.waits import Waits
+from mlpipe.train.replicas import elastic_loop
+from mlpipe.train.replicas.coordinator import Coordinator
+from mlpipe.train.replicas.elastic_loop import ElasticLoop
+from mlpipe.train.replicas.membership import Membership
+from mlpipe.train.replicas.replicas import Replicas
+from mlpipe.train.resuming import Position
+from mlpipe.train.shards import LocalShard
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+STEPS, BATCH, LR = 11, 16, 0.1
+SGD = OptimizerPlan("sgd", None, {"momentum": 0.9, "weight_decay": 0.0}, 0, LR, 0.0, "constant", 0, 0, 0.0)
+
+
+class Dies(Exception):
+    """The replica is gone."""
+
+
+def gradient(number: int, index: int, size: int) -> torch.Tensor:
+    """Of a share of a step's samples."""
+    return torch.randn(64, generator=torch.Generator().manual_seed(100 * number + 10 * size + index))
+
+
+def mini_step(loop: Any) -> tuple[bool, bool]:
+    """`Loop.step`, as far as others hear of it."""
+    number, (index, size) = loop.position.step + 1, loop.reader.loader.share
+    loop.at(f"step {number}")
+    loop.owes.append(any(one.any().item() for part in loop.update._parts for one in part.unsent))
+    loop.taken.append((number, index, size))
+    loop.parameter.grad = gradient(number, index, size)
+    totals = torch.tensor([1.0, 1.0, 2.0, 8.0, 0.0, 0.0], dtype=torch.float64)
+    loop.total(totals)
+    assert totals.tolist() == [size, size, 2.0, 8.0 * size, 0.0, 0.0]
+    loop.update.step(lr=LR, scale=1.0)
+    loop.at(f"after {number}")
+    loop.position.step, loop.position.samples = number, loop.position.samples + BATCH
+    return bool(totals[4]), False
+
+
+class Island:
+    """Of one replica: `at(where)` is called at the points of its way."""
+
+    def __init__(self, number: int, islands: IslandsPlan, at: Callable[[str], None]) -> None:
+        self.number, self.at = number, at
+        self.parameter = torch.nn.Parameter(torch.zeros(64))
+        self.shard = LocalShard("model.a", self.parameter.detach(), (64,), (0,), 0, 1, self.parameter)
+        plan: Any = SimpleNamespace(optimizer=SGD, compress=None, steps=STEPS, global_batch=BATCH)
+        nothing = lambda *_, **__: None  # noqa: E731
+        world = SimpleNamespace(rank=0, size=1, data_rank=0, num_data_ranks=1, num_gradient_ranks=1)
+        session: Any = SimpleNamespace(
+            replica=number,
+            num_replicas=1,
+            world=world,
+            process=SimpleNamespace(restart=0),
+            watchdog=SimpleNamespace(beat=nothing, still=nothing),
+            stop=SimpleNamespace(requested=lambda: False),
+            plan=SimpleNamespace(run_id="run"),
+        )
+        model: Any = SimpleNamespace(
+            shards=[self.shard], waits=Waits(), kept=None, stored=lambda: [self.shard], after_step=nothing
+        )
+        self.update = local_updates(islands, make_update(SGD, [self.shard]), model, world, whole=True)
+        loader: Any = SimpleNamespace(share=(0, 1))
+        self.replicas = Replicas(session, plan, model, self.update, loader)
+        self.loop: Any = ElasticLoop(
+            session=session,
+            plan=plan,
+            model=model,
+            update=self.update,
+            schedule=None,
+            reader=SimpleNamespace(loader=loader, forget=nothing),
+            checkpointer=SimpleNamespace(wait_for_staging=nothing),
+            recording=SimpleNamespace(of_replicas={}, last=None),
+            position=Position(),
+            progress=[0],
+            profiling=None,
+            replicas=self.replicas,
+        )
+        self.loop.parameter, self.loop.at, self.loop.taken = self.parameter, at, []
+        self.loop.owes: list[bool] = []
+        together = self.replicas.together
+
+        def agree(step: float, exchange: Callable[[], Any]) -> Any:
+            if self.update.due:
+                at(f"round {step}")
+            return together(step, exchange)
+
+        self.replicas.together = agree
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loop.position = self.replicas.enter(Position)
+            self.begun_at = self.loop.position.step
+            while self.loop.position.step < STEPS:
+                self.loop.step()
+        except Dies:
+            self.replicas.member._socket.close()
+
+    def end(self) -> torch.Tensor:
+        self.thread.join(120)
+        assert not self.thread.is_alive()
+        return self.shard.local
+
+
+class Simulated:
+    """Island and anchor, with the sums of both steps."""
+
+    def __init__(self, outer_momentum: float) -> None:
+        self.anchor, self.outer, self.m = torch.zeros(64), torch.zeros(64), outer_momentum
+
+    def island(self) -> Any:
+        return SimpleNamespace(weights=self.anchor.clone(), momentum=torch.zeros(64))
+
+    def step(self, island: Any, number: int, index: int, size: int) -> None:
+        island.momentum = 0.9 * island.momentum + gradient(number, index, size)
+        island.weights = island.weights - LR * island.momentum
+
+    def agree(self, *islands: Any) -> None:
+        mean = sum(self.anchor - one.weights for one in islands) / len(islands)
+        self.outer = self.m * self.outer + mean
+        self.anchor = self.anchor - 0.7 * (mean + self.m * self.outer)
+        for one in islands:
+            one.weights = self.anchor.clone()
+
+
+@pytest.mark.parametrize("compress", [None, "int8"])
+def test_who_dies_or_comes_in_the_middle_of_a_round_costs_the_others_nothing(compress, monkeypatch):
+    """Rounds of 3. Replica 1 dies in step 5, replica 2 comes after step 7 and dies when all are about to
+    agree in step 9, of which replica 3 hears, who has waited, in the midst. The last round ends early."""
+    plan = IslandsPlan(3, outer_lr=0.7, outer_momentum=0.5, compress=compress)
+    membership = Membership(1, 1, 3, 2)
+    coordinator = Coordinator(membership, "127.0.0.1", 300.0)
+    monkeypatch.setenv("MLPIPE_COORDINATOR", coordinator.where)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(elastic_loop.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(Loop, "step", mini_step)
+    started: dict[int, Island] = {}
+
+    def waits(number: int) -> None:
+        until(lambda: number in membership._joined(), f"replica {number}")
+
+    def begin(number: int, **events: Callable[[], None]) -> None:
+        named = {where.replace("_", " ").replace("half", "."): what for where, what in events.items()}
+        started[number] = Island(number, plan, lambda where: named.get(where, lambda: None)())
+
+    def die() -> None:
+        raise Dies
+
+    def third() -> None:
+        begin(3)
+        waits(3)
+        raise Dies
+
+    def second() -> None:
+        begin(2, round_9=third)
+        waits(2)
+
+    begin(0, step_7=second)
+    begin(1, step_5=die)
+    found: dict[int, Any] = {number: started[number].end() for number in (0, 3)}
+    assert torch.equal(found[0], found[3])
+    assert started[0].loop.taken == [
+        *((number, 0, 2) for number in (1, 2, 3, 4)),
+        (5, 0, 2),
+        *((number, 0, 1) for number in (5, 6, 7)),
+        *((number, 0, 2) for number in (8, 9, 10, 11)),
+    ]
+    assert [started[number].begun_at for number in (2, 3)] == [7, 8]
+    assert started[3].loop.taken == [(10, 1, 2), (11, 1, 2)]
+    assert started[0].loop.owes[7] == (compress is not None)
+    assert not started[2].loop.owes[0], "what another one owes"
+    assert [one.members for one in membership.quorums] == [(0, 1), (0, 1), (0,), (0, 2), (0, 3)]
+    assert [one.step for one in membership.quorums][2:] == [4, 7, 8.5]
+
+    sim = Simulated(0.5)
+    first, other = sim.island(), sim.island()
+    for number in (1, 2, 3):
+        sim.step(first, number, 0, 2)
+        sim.step(other, number, 1, 2)
+    sim.agree(first, other)
+    for number, size in ((4, 2), (5, 1), (6, 1)):
+        sim.step(first, number, 0, size)
+    sim.agree(first)
+    for number, size in ((7, 1), (8, 2), (9, 2)):
+        sim.step(first, number, 0, size)
+    third_one = SimpleNamespace(**vars(first))
+    sim.agree(first, third_one)
+    for number in (10, 11):
+        sim.step(first, number, 0, 2)
+        sim.step(third_one, number, 1, 2)
+    sim.agree(first, third_one)
+    tolerance = {"rtol": 0.0, "atol": 1e-6 if compress is None else 0.02}
+    torch.testing.assert_close(found[0], sim.anchor, **tolerance)
+    assert [started[number].update.num_rounds for number in (0, 3)] == [4, 4]
