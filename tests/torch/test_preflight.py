@@ -3,10 +3,14 @@ must pass are far below what a busy one reaches."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +28,9 @@ from mlpipe.plan.plan import Mesh, PipelinePlan, PreflightPlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import NODE_FAULT, read_outcome
 from mlpipe.store.preflight import read_checked
+from mlpipe.train.preflight import gang as gang_module
 from mlpipe.train.preflight import machine, remembered
+from mlpipe.train.preflight.gang import Gang
 from mlpipe.train.preflight.verdict import Report
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
@@ -149,6 +155,41 @@ def test_a_spare_has_the_ranks_of_the_first_machine_that_does_not_pass(tmp_path)
     assert read_outcome(store, f"{plan.attempt_key}/outcome-node-1.json").outcome == "done"
     assert len(plans.losses(tmp_path / "store", plan)) == 2
     assert not (tmp_path / "scratch-0" / "torchrun.log").exists()
+
+
+def test_a_machine_that_dies_in_its_checks_is_not_waited_for(monkeypatch):
+    """Of five machines one is killed, one ends by an error; one tells only then, and is waited for: its beats
+    come. None waits for the end of all checks."""
+    monkeypatch.setattr(gang_module, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(gang_module, "_SILENT_BEATS", 60)
+    monkeypatch.setattr(gang_module, "CHECK_SECONDS", 3600.0)
+    port, told = free_port(), threading.Event()
+
+    def one(index):
+        with contextlib.suppress(OSError), Gang(f"localhost:{port}", index, 5, f"n{index}") as gang:
+            if index == 3:
+                raise OSError("its disk is gone")
+            if index == 2:
+                told.wait(600)
+            found = gang.exchange("alone", index)
+            gang.leave([3, 4])
+            return found, gang.lost
+        return None
+
+    def killed():
+        store = torch.distributed.TCPStore("localhost", port, 5, wait_for_workers=False)
+        store.set("here/4", "n4")
+        while store.add("num_lost", 0) < 2:  # neither says what is not there
+            time.sleep(0.05)
+        told.set()
+
+    with ThreadPoolExecutor(5) as pool:
+        ends = [pool.submit(one, index) for index in range(4)]
+        pool.submit(killed).result(600)
+        lost = {3: "failed in its checks: its disk is gone", 4: "was not heard of for 3 s"}
+        for index in range(3):
+            assert ends[index].result(600) == ({0: 0, 1: 1, 2: 2}, lost)
+        assert ends[3].result(600) is None
 
 
 def test_links_are_tried_between_the_gpus_of_machines_that_have_sound_ones():

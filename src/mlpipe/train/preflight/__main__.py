@@ -19,6 +19,7 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.gang_node import GangNode
 from mlpipe.plan.plan import Plan, PreflightPlan
 from mlpipe.plan.process import main_of_stage
+from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.store.preflight import Checked, Ranked
 from mlpipe.train.outcome import node_name
@@ -58,27 +59,8 @@ def _with_others(
     store, node = open_store(plan.store_url), GangNode.from_environment()
     try:
         size = node.num_machines or plan.launch.num_nodes
-        gang = Gang(node.rendezvous, report.index, size, report.node)
-        addresses = gang.addresses(node.rendezvous) if limits.spares else []
-        machine.look(plan, limits, scratch, store, report)
-        reports = _together(gang, report, "alone")
-        if len(reports) == gang.size:
-            at(scratch, "the links between machines")
-            sound = [one.index for one in reports if not one.faults]  # with others' GPUs it might hang
-            gang.look_at_links(report, None, sound if all(one.on_gpus for one in reports) else None)
-            reports = _together(gang, report, "together")
-        checked = judge(reports, limits, gang.seconds)
-        if (checked.words or checked.busy) and len(reports) == gang.size and gang.seconds < CHECK_SECONDS / 2:
-            reports = _again(
-                gang, report, reports, limits, lambda: machine.look_again(plan, limits, store, report)
-            )
-            checked = judge(reports, limits, gang.seconds)
-        silent = sorted(set(range(gang.size)) - {one.index for one in reports})
-        for index in silent:
-            words = f"did not end its checks within {CHECK_SECONDS:.0f} s"
-            checked.faults.setdefault(gang.nodes[index], []).append(words)
-        ranked = _ranked(plan, node.rendezvous, addresses, chosen(reports, checked, plan.launch.num_nodes))
-        gang.leave(silent)
+        with Gang(node.rendezvous, report.index, size, report.node) as gang:
+            return _in_gang(gang, plan, limits, scratch, store, report)
     except RuntimeError as error:
         raise TrainError(
             f"the preflight lost the other machines: {str(error).splitlines()[0]}",
@@ -87,6 +69,32 @@ def _with_others(
             "does NCCL if the stage's env has NCCL_DEBUG: INFO",
             kind="infrastructure",
         ) from None
+
+
+def _in_gang(
+    gang: Gang, plan: Plan, limits: PreflightPlan, scratch: Path, store: Store, report: Report
+) -> tuple[Checked, Ranked | None]:
+    rendezvous = GangNode.from_environment().rendezvous
+    addresses = gang.addresses(rendezvous) if limits.spares else []
+    machine.look(plan, limits, scratch, store, report)
+    reports = _together(gang, report, "alone")
+    if len(reports) == gang.size:
+        at(scratch, "the links between machines")
+        sound = [one.index for one in reports if not one.faults]  # with others' GPUs it might hang
+        gang.look_at_links(report, None, sound if all(one.on_gpus for one in reports) else None)
+        reports = _together(gang, report, "together")
+    checked = judge(reports, limits, gang.seconds)
+    if (checked.words or checked.busy) and len(reports) == gang.size and gang.seconds < CHECK_SECONDS / 2:
+        reports = _again(
+            gang, report, reports, limits, lambda: machine.look_again(plan, limits, store, report)
+        )
+        checked = judge(reports, limits, gang.seconds)
+    silent = sorted(set(range(gang.size)) - {one.index for one in reports})
+    for index in silent:
+        words = gang.lost.get(index, f"did not end its checks within {CHECK_SECONDS:.0f} s")
+        checked.faults.setdefault(gang.nodes[index], []).append(words)
+    ranked = _ranked(plan, rendezvous, addresses, chosen(reports, checked, plan.launch.num_nodes))
+    gang.leave(silent)
     return checked, ranked
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,7 @@ from mlpipe.train.preflight.verdict import LINK, Report
 
 COME_SECONDS = 600.0  # images are pulled at different speeds; as torchrun's own rendezvous
 CHECK_SECONDS = 60.0
+_BEAT_SECONDS, _SILENT_BEATS = 1.0, 20  # a machine says that it is there; is not heard of, and believed lost
 _GONE_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
 _FIRST_BYTES, _BYTES, _GPU_BYTES = 2**18, 2**22, 2**27
@@ -37,7 +39,8 @@ _PINGS = 5
 
 class Gang:
     """Machine `index` of `size`. Making it waits for the others. Raises TrainError (infrastructure) naming
-    who did not come."""
+    who did not come. `lost`: who ended in its checks, or is heard of no more: nobody waits for it until the
+    time of all checks is up. As a context: an error that leaves it is told to the others."""
 
     def __init__(self, endpoint: str, index: int, size: int, node: str) -> None:
         host, _, port = endpoint.rpartition(":")
@@ -47,6 +50,13 @@ class Gang:
             host, int(port), size, is_master=index == 0, timeout=patience, wait_for_workers=False
         )
         self._store.set(f"here/{index}", node)
+        self.lost: dict[int, str] = {}
+        self._heard: dict[int, tuple[int, int]] = {}  # beats of each, and looks since that found no more
+        self._looked, self._num_lost = 0.0, 0
+        self._has_left = threading.Event()
+        # a connection of its own: on the other one a wait of gloo's would keep the beats waiting
+        beats = dist.TCPStore(host, int(port), size, timeout=patience, wait_for_workers=False)
+        threading.Thread(target=self._beat, args=(beats,), daemon=True).start()
         missing = self._wait("here", COME_SECONDS)
         if missing:
             raise TrainError(
@@ -62,6 +72,43 @@ class Gang:
         self.began = time.monotonic()
         self.seconds = 0.0  # of the checks so far, by the first machine's clock: all decide by the same
 
+    def __enter__(self) -> Gang:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._has_left.set()
+        if error is not None and not isinstance(error, RuntimeError):  # of these the others are the cause
+            with suppress(RuntimeError):
+                self._lose(self.index, f"failed in its checks: {error}")
+
+    def _beat(self, store: dist.Store) -> None:
+        with suppress(RuntimeError):  # the first machine has left
+            while not self._has_left.wait(_BEAT_SECONDS):
+                store.add(f"beat/{self.index}", 1)
+
+    def _lose(self, index: int, words: str) -> None:
+        """Whoever says it first is believed."""
+        self._store.compare_set(f"lost/{index}", "", words)
+        self._store.add("num_lost", 1)
+
+    def _find_lost(self, missing: Collection[int]) -> None:
+        """Whoever is lost by anybody's word, whatever it tells later: all must come to the same end. Of
+        `missing` that are silent this machine says so."""
+        if (now := time.monotonic()) - self._looked < _BEAT_SECONDS:
+            return
+        self._looked = now
+        for index in missing:
+            num, (known, looks) = self._store.add(f"beat/{index}", 0), self._heard.get(index, (-1, 0))
+            # looks, not seconds: whoever stood still for a while has heard of nobody
+            self._heard[index] = num, looks + 1 if num == known else 0
+            if self._heard[index][1] == _SILENT_BEATS:
+                self._lose(index, f"was not heard of for {_SILENT_BEATS * _BEAT_SECONDS:.0f} s")
+        if (num := self._store.add("num_lost", 0)) != self._num_lost:
+            self._num_lost = num
+            for index in range(self.size):
+                if self._store.check([f"lost/{index}"]):
+                    self.lost[index] = self._store.get(f"lost/{index}").decode()
+
     def addresses(self, endpoint: str) -> list[str]:
         """Of all machines, as they are seen on the way to the first one."""
         host, _, port = endpoint.rpartition(":")
@@ -75,7 +122,7 @@ class Gang:
         self._store.set(f"{key}/{self.index}", json.dumps([time.monotonic() - self.began, value]))
         left = max(1.0, self.began + CHECK_SECONDS - time.monotonic())
         missing = self._wait(key, left)
-        there = [index for index in range(self.size) if index not in missing]
+        there = [index for index in range(self.size) if index not in missing and index not in self.lost]
         told = {index: json.loads(self._store.get(f"{key}/{index}")) for index in there}
         self.seconds = told[0][0] if 0 in told else CHECK_SECONDS
         return {index: value for index, (_, value) in told.items()}
@@ -85,7 +132,9 @@ class Gang:
         deadline = time.monotonic() + seconds
         who = [index for index in range(self.size) if index not in without]
         while missing := [index for index in who if not self._store.check([f"{key}/{index}"])]:
-            if time.monotonic() > deadline:
+            if key != "here":  # who has not come has no beats yet
+                self._find_lost(missing)
+            if time.monotonic() > deadline or self.lost.keys() >= set(missing):
                 break
             time.sleep(_LOOK_SECONDS / 4)
         return missing
