@@ -220,8 +220,8 @@ def lose_patience() -> None:
 
 
 class Misbehaving(Plain):
-    """At forward number `at` of this process, on `rank`, does `what` ("nan", "hang", "raise", "kill"). With a
-    `counter` file it does so only as long as the file counts fewer than `times`."""
+    """At forward number `at` of this process, on `rank`, does `what` ("nan", "hang", "raise", "kill",
+    "memory"). With a `counter` file it does so only as long as the file counts fewer than `times`."""
 
     def __init__(self, what: str, at: int, rank: int, counter: str = "", times: int = 1) -> None:
         super().__init__(dropout=0.0)
@@ -247,6 +247,8 @@ class Misbehaving(Plain):
             time.sleep(600)
         if self.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.what == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         raise ValueError("this model does not like this batch")
 
 

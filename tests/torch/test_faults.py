@@ -331,6 +331,22 @@ def test_an_exception_in_the_users_model_is_told_in_its_words(stage):
     assert found["restarts"] == 1
 
 
+def test_a_rank_without_memory_is_tried_once_more_and_told_what_takes_less(stage):
+    """Torch's error is raised by the model: on a CPU nobody runs out of a GPU's memory."""
+    stage.hurry()
+    stage.next(model=user("misbehaving", what="memory", at=2 + 3, rank=1), launch={"max_restarts": 9})
+    assert stage.run() == 3
+    found = stage.outcome()
+    assert (found["cause"], found["kind"], found["step"], found["restarts"]) == (
+        "out_of_memory", "failed", 2, 1
+    )  # fmt: skip
+    assert found["message"].startswith(
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.; again"
+    )
+    assert "kit/models.py" in found["message"]
+    assert "activation_checkpointing: full (it was none), strategy: fsdp, offload" in found["hint"]
+
+
 def test_the_rank_that_is_stopped_is_named_not_the_one_that_waits(stage):
     # Rank 0 waits for so long, idle: nor is a step long that takes as many seconds on a busy machine.
     stage.next(hang_timeout_seconds=30.0, launch={"max_restarts": 3})

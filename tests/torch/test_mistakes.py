@@ -18,7 +18,6 @@ from kit import plans
 from mlpipe.plan.plan import DataPlan, Entry, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
-from mlpipe.train.outcome import failed
 from mlpipe.train.worker import _repeats
 
 pytestmark = pytest.mark.torch
@@ -142,8 +141,6 @@ def test_a_mistake_that_only_the_first_pass_shows_is_not_tried_again(folder):
 )
 def test_what_a_machine_did_is_tried_again(error, repeats):
     assert _repeats(error) is repeats
-    hint = failed(error, rank=0, step=7).hint
-    assert ("micro_batch" in (hint or "")) is isinstance(error, torch.OutOfMemoryError)
 
 
 class Bomb:

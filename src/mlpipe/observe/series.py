@@ -281,7 +281,7 @@ FLEET_METRICS: tuple[Metric, ...] = (
     Metric("mlpipe_fleet_runs", "gauge", "runs", "none", "Runs of the store.", "index", ("state",)),
     Metric(
         "mlpipe_fleet_failed_runs", "gauge", "runs", "none",
-        "Failed runs: not_finite (loss or gradient), hang, or the kind of the error.",
+        "Failed runs: not_finite (loss or gradient), hang, out_of_memory, or the kind of the error.",
         "run.json", ("cause",),
     ),
     Metric(

@@ -17,9 +17,9 @@ NODE_FAULT = "node_fault"
 @dataclass(frozen=True)
 class AttemptOutcome:
     """`outcome`: "done", "saved" (on a signal, before the last step) or "failed". `kind`: whose fault a
-    failure is; `cause`: "not_finite", "hang" or NODE_FAULT, which are told apart from other failures. `step`:
-    the last that is done, `checkpoint`: the last committed one. `restarts`: how many there were. `time`: Unix
-    seconds. `details`: what a kind of stages adds, beside these in the file."""
+    failure is; `cause`: "not_finite", "hang", "out_of_memory" or NODE_FAULT, which are told apart from other
+    failures. `step`: the last that is done, `checkpoint`: the last committed one. `restarts`: how many there
+    were. `time`: Unix seconds. `details`: what a kind of stages adds, beside these in the file."""
 
     outcome: str
     kind: ErrorKind | None = None

@@ -23,16 +23,13 @@ from mlpipe._core.errors import ErrorKind, MlpipeError
 from mlpipe.train import debugger
 
 SLOW_FILE = "slow-nodes.json"
-_OUT_OF_MEMORY = (
-    "`mlpipe plan --explain` says what takes the GPU's memory; less of it: a smaller micro_batch, "
-    "activation_checkpointing: full, or a strategy that shards; nvidia-smi says who else is on the GPU"
-)
 
 
 @dataclass
 class Outcome:
     """`outcome`: "done", "saved" (on a signal, before the last step) or "failed". `cause`, besides `kind`:
-    "not_finite", "hang" or `store/outcome.py`'s NODE_FAULT, which are told apart from other failures."""
+    "not_finite", "hang", "out_of_memory" or `store/outcome.py`'s NODE_FAULT, which are told apart from other
+    failures."""
 
     outcome: str
     step: int = 0
@@ -63,9 +60,8 @@ def failed(error: BaseException, *, rank: int, step: int) -> Outcome:
             cause=getattr(error, "cause", None),
         )
     text = "left in the debugger" if left else f"{type(error).__name__}: {error}".strip()
-    hint = _OUT_OF_MEMORY if type(error).__name__ == "OutOfMemoryError" else None  # torch's, without torch
     place = f"rank {rank}, step {step}"
-    return Outcome("failed", step, rank, "failed", text, place, hint, time=time.time())
+    return Outcome("failed", step, rank, "failed", text, place, time=time.time())
 
 
 def hang(rank: int, step: int, words: str, *, waiting: bool = False) -> Outcome:

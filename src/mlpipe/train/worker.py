@@ -20,6 +20,7 @@ from mlpipe._core.errors import EXIT_CODES, FATAL_KINDS, MlpipeError
 from mlpipe.plan.plan import Plan
 from mlpipe.train import outcome
 from mlpipe.train.frames import own_frames, told
+from mlpipe.train.out_of_memory import CAUSE, comes_again, is_out_of_memory, remedy
 from mlpipe.train.rank_process import RankProcess
 from mlpipe.train.stop import Stop, leave
 from mlpipe.train.watchdog import Watchdog
@@ -74,6 +75,12 @@ def main() -> int:
         )
         if _lost_peer(error):
             ended = replace(ended, kind="infrastructure", message=f"lost a peer: {ended.message}")
+        elif is_out_of_memory(getattr(error, "original", error)):
+            fatal = comes_again(scratch, progress[0], process.restart)
+            again = "; again after the same step, so it is not tried once more" if fatal else ""
+            words, newline, calls = ended.message.partition("\n")
+            hint = remedy(plan.work.training)
+            ended = replace(ended, message=words + again + newline + calls, hint=hint, cause=CAUSE)
         elif progress[0] == 0 and _repeats(getattr(error, "original", error)):
             fatal = True
             hint = (
