@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mlpipe._core.quantized import BASES, BLOCK, NF4, STEPS, Base, row_bytes
 from mlpipe.plan.plan import AdapterPlan
 from mlpipe.train.export_merged import in_few_bits
+from mlpipe.train.models import quantized_linear
 from mlpipe.train.models.quantized_linear import QuantizedLinear, dequantize, quantize, quantized_layers
 from mlpipe.train.parallel import lora
 
@@ -61,6 +62,26 @@ def test_each_weight_becomes_the_nearest_of_its_block(base, rows, columns, expon
         nearest = (block[..., None] - largest[..., None] * levels).abs().amin(-1)
         assert ((exact - block).abs() <= nearest + 1e-6 * largest).all()
         assert ((own - block).abs() <= largest * (half_gap + 2.0**-8)).all()
+
+
+class Traced(torch.Tensor):
+    """In the place of torch's FakeTensor."""
+
+
+def test_the_table_of_nf4_is_made_once_and_not_by_a_trace(monkeypatch):
+    """A trace before leaves no tensor of its own behind, and one after it finds none of ours."""
+    made, make = [], quantized_linear._made_pairs
+    monkeypatch.setattr(quantized_linear, "_kept_pairs", {})
+    monkeypatch.setattr(quantized_linear, "_made_pairs", lambda device: made.append(device) or make(device))
+    codes = quantize(torch.randn(3, 100), "nf4")
+    first = dequantize(codes.as_subclass(Traced), 100, "nf4")
+    with torch.inference_mode():
+        dequantize(codes, 100, "nf4")
+    assert torch.equal(dequantize(codes, 100, "nf4"), first)
+    assert len(made) == 2
+    assert not quantized_linear._kept_pairs[codes.device].is_inference()
+    dequantize(codes.as_subclass(Traced), 100, "nf4")
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("dora", [False, True])

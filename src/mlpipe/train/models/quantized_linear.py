@@ -87,9 +87,26 @@ def dequantize(codes_NKS: Tensor, columns: int, base: Base, dtype: torch.dtype =
     if base == "int8":
         values = codes.view(torch.int8).float().mul_(scales / STEPS)
     else:
-        pairs = torch.tensor([(first, second) for first in NF4 for second in NF4], device=codes.device)
-        values = F.embedding(codes.int(), pairs).flatten(2).mul_(scales)
+        values = F.embedding(codes.int(), _pairs(codes)).flatten(2).mul_(scales)
     return values.flatten(1)[:, :columns].to(dtype)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Both values of each byte, (256, 2) on the device of `codes`. Kept: a copy to a GPU waits until that has
+    done all that it was told. Traces, whose tensors are none, keep nothing."""
+    if type(codes) is not Tensor or torch.compiler.is_compiling():
+        return _made_pairs(codes.device)
+    if codes.device not in _kept_pairs:
+        with torch.inference_mode(False):
+            _kept_pairs[codes.device] = _made_pairs(codes.device)
+    return _kept_pairs[codes.device]
+
+
+_kept_pairs: dict[torch.device, Tensor] = {}
+
+
+def _made_pairs(device: torch.device) -> Tensor:
+    return torch.tensor([(first, second) for first in NF4 for second in NF4], device=device)
 
 
 @torch.no_grad()
