@@ -75,6 +75,7 @@ def mlflow_server(folder: Path, port: int | None = None) -> Iterator[str]:
     command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--workers", "1"]
     command += ["--artifacts-destination", str(folder / "artifacts")]
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "PYTHONDONTWRITEBYTECODE": ""}
+    quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # else eight processes beside, for evaluations
     with (folder / "server.log").open("ab") as log:
         process = subprocess.Popen(
             command,
