@@ -183,9 +183,10 @@ def _asked(
 
 
 def programs(folder: Path, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """An environment in which a shell's `mlpipe VERB ...` and `python SCRIPT.py ...` are forks, and all that
-    they start: by programs in `folder` that ask for them. Python knows torch and `transformers`. A signal to
-    such a program reaches no fork. `base`: in place of this process's own, without OMP_* and MLPIPE_*."""
+    """An environment in which a shell's `mlpipe VERB ...`, `python SCRIPT.py ...` and `python -m MODULE` are
+    forks, and all that they start: by programs in `folder` that ask for them. Python knows torch and
+    `transformers` for a script, for a module what `mlpipe` imports. A signal to such a program reaches no
+    fork. `base`: in place of this process's own, without OMP_* and MLPIPE_*."""
     folder.mkdir()
     for name in ("mlpipe", "python"):
         path = folder / name
@@ -205,6 +206,8 @@ def program(name: str, arguments: list[str]) -> int:
     """The exit code of one of `programs`."""
     if name == "mlpipe":
         kind, argv, env = "cli", ["mlpipe.cli", *arguments], dict(os.environ)
+    elif arguments[0] == "-m":
+        kind, argv, env = "cli", arguments[1:], dict(os.environ)
     else:
         kind, argv = "ranks", [arguments[0].removesuffix(".py"), *arguments[1:]]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -503,8 +506,8 @@ class _Inside(_Warm):
 def _kind_of(
     argv: list[str], env: dict[str, str]
 ) -> tuple[str, list[str], dict[str, str], tuple[int, int] | None] | None:
-    """Of a driver, or of what runs a stage by its plan, started by a driver's child.py or by the supervisor
-    of replicas: the kind of its server, its argv and environment, and whom it dies with."""
+    """Of a driver, or of what runs a stage by its plan, started by a driver's child.py, by the supervisor of
+    replicas or on a rented machine: the kind of its server, its argv and environment, whom it dies with."""
     if argv[:3] == [sys.executable, "-m", "mlpipe.cli"]:
         return "cli", argv, env, None
     dies_with = None
@@ -512,7 +515,9 @@ def _kind_of(
         dies_with, argv = (int(argv[4]), int(argv[5])), argv[6:]
     elif "MLPIPE_SUPERVISOR" in env:
         dies_with = (int(env.pop("MLPIPE_SUPERVISOR")), int(signal.SIGKILL))
-    if dies_with is None or argv[:2] != [sys.executable, "-m"] or not argv[2].startswith("mlpipe.train."):
+    elif "CONTAINER_ID" not in env:
+        return None
+    if argv[:2] != [sys.executable, "-m"] or not argv[2].startswith("mlpipe.train."):
         return None
     from mlpipe.plan.plan import Plan
 

@@ -7,12 +7,14 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit import vast as stand_in
+from kit import warm
 from kit.command_runs import Cli, until
 from kit.undisturbed import Processes, check_processes, workers_of
 from kit.vast import KEY, Instance, offer_row
@@ -63,7 +65,7 @@ class Rented:
 
     def __init__(self, folder: Path, account: stand_in.Vast, server: Any, url: str) -> None:
         pytest.importorskip("torch", reason="torch is missing: make install")
-        self.cli, self.account, self.url = Cli(folder), account, url
+        self.cli, self.account, self.url = Cli(folder, warm=True), account, url
         self.hold = folder / "hold"
         self.hold.touch()
         for place, seconds in SHORT.items():
@@ -74,6 +76,13 @@ class Rented:
         self.cli.env |= {**server.environment(), **account.environment, "MLPIPE_STORE": url}
         self.store = S3Store.from_environment(url, server.environment())
         (folder / "pipeline.yaml").write_text(json.dumps(pipeline(folder, self.hold)))
+
+    def fork_machines(self) -> None:
+        """What runs on machines begins as forks, else as new interpreters."""
+        programs = warm.programs(self.cli.folder / "bin", self.cli.env)
+        forked = {name: programs[name] for name in ("PATH", "KIT_SESSION", "KIT_WARM")}
+        # in whose temporary folder the servers of forks are
+        self.account.image = {**self.account.image, **forked, "TMPDIR": tempfile.gettempdir()}
 
     def last_step(self) -> int:
         found = catalogue.latest(self.store, "runs/r/stages/train")
@@ -111,7 +120,7 @@ def undisturbed(rented: Rented) -> tuple[Processes, dict[int, float]]:
     """Rank processes and losses of the same training on this machine."""
     folder = rented.cli.folder / "here"
     folder.mkdir()
-    cli = Cli(folder)
+    cli = Cli(folder, warm=True)
     cli.env["PYTHONPATH"] = TESTS
     (folder / "pipeline.yaml").write_text(json.dumps(pipeline(folder, folder / "none")))
     process = cli.start("run", "pipeline.yaml", "--run-id", "r", "--quiet")
@@ -125,7 +134,7 @@ def undisturbed(rented: Rented) -> tuple[Processes, dict[int, float]]:
 
 def own(found: Processes) -> Processes:
     """Without what a machine and the kit add for themselves."""
-    names = ("CONTAINER_ID", "TMPDIR", "LC_CTYPE", "KIT_SHORTENED", "PYTHONPATH")
+    names = ("CONTAINER_ID", "TMPDIR", "LC_CTYPE", "KIT_SHORTENED", "KIT_SESSION", "PYTHONPATH")
     return {
         rank: (argv, {name: value for name, value in env.items() if name not in names})
         for rank, (argv, env) in found.items()
@@ -135,6 +144,7 @@ def own(found: Processes) -> Processes:
 @pytest.mark.parametrize("server", ["minio"], indirect=True)
 def test_interrupted_and_abandoned_it_learns_the_same_and_owes_nothing(rented: Rented) -> None:
     cli, account = rented.cli, rented.account
+    rented.fork_machines()
     shown = cli("submit", "pipeline.yaml", "--to", "rented", "--max-usd", "5", "--dry-run").stdout
     assert "4 machines could run it" in shown
     assert account.labels() == []

@@ -15,4 +15,5 @@ def shorten() -> None:
         names[name] = seconds
 
 
-shorten()
+if __name__ == "sitecustomize":
+    shorten()
