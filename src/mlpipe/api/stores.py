@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from mlpipe.store.base import Store
 
 _SEARCH_SECONDS = 15.0  # for all stores together that may have a run
+_NUM_NAMED = 3  # stores without it, of those that were used last
 
 
 def store_of(
@@ -28,7 +29,9 @@ def store_of(
     others = [url for url in known.stores() if url != store.url] if elsewhere else []
     stores, silent = known.find(run_id, others, timeout_seconds=_SEARCH_SECONDS)
     if not stores:
-        looked = "".join(f"; not in {url} either" for url in others if url not in silent)
+        asked = [url for url in others if url not in silent]
+        more = f", nor in {len(asked) - _NUM_NAMED} more" if len(asked) > _NUM_NAMED else ""
+        looked = "".join(f"; not in {url} either" for url in asked[:_NUM_NAMED]) + more
         looked += "".join(f"; {url} could not be asked" for url in silent)
         raise known.NoRunError(
             f"there is no run {run_id}{looked}",

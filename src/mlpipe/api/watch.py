@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from mlpipe._core.printable import printable
 from mlpipe._core.units import format_seconds
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Lines:
             self.complain(text)
 
     def complain(self, text: str) -> None:
-        self.write(f"{text}\n")
+        self.write(f"{printable(text)}\n")
 
     def live(self) -> bool:
         return False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlpipe._core.errors import EXIT_CODES
+from mlpipe._core.printable import printable
 from mlpipe._core.units import parse_seconds
 from mlpipe.cli.session import CliSession, interrupt, shared
 
@@ -121,5 +122,8 @@ def _document(file: LogFile, lines: list[Line]) -> dict[str, Any]:
 def _write(logs: Iterable[tuple[LogFile, list[Line]]], many: bool) -> None:
     from mlpipe.observe.logs import merged
 
-    sys.stdout.buffer.write(b"".join(merged(logs, several_stages=many)))
+    data = b"".join(merged(logs, several_stages=many))
+    if sys.stdout.isatty():  # into a file or a pipe goes what was written; \r is of progress bars
+        data = b"\r".join(printable(part.decode(errors="replace")).encode() for part in data.split(b"\r"))
+    sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()

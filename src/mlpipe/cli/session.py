@@ -13,6 +13,7 @@ import click
 
 from mlpipe._core import environment
 from mlpipe._core.errors import Interrupt
+from mlpipe._core.printable import printable
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -38,7 +39,8 @@ class CliSession:
 
     def result(self, document: Any, text: str) -> None:
         """The answer of the verb: `document` under `--output json`, else `text`."""
-        click.echo(json.dumps(document, indent=2) if self.json else text, color=self._colour(sys.stdout))
+        text = json.dumps(document, indent=2) if self.json else printable(text)
+        click.echo(text, color=self._colour(sys.stdout))
 
     def note(self, text: str) -> None:
         """A line for a person who watches; dropped by `--quiet`."""
@@ -47,7 +49,7 @@ class CliSession:
 
     def complain(self, text: str) -> None:
         """A line on standard error, `--quiet` or not."""
-        click.echo(text, err=True, color=self._colour(sys.stderr))
+        click.echo(printable(text), err=True, color=self._colour(sys.stderr))
 
     def error_document(self, message: str, **fields: Any) -> None:
         if self.json:

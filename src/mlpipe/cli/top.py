@@ -8,6 +8,7 @@ import time
 
 import click
 
+from mlpipe._core.printable import printable
 from mlpipe.cli.session import CliSession, shared
 
 
@@ -41,7 +42,7 @@ def command(session: CliSession, run_id: str | None, once: bool, interval: float
             if not live:
                 session.result(document, "\n".join(lines))
                 return
-            shown = "".join(f"{line[:columns]}\x1b[K\n" for line in lines[: height - 1])
+            shown = "".join(f"{printable(line[:columns])}\x1b[K\n" for line in lines[: height - 1])
             click.echo(f"\x1b[H{shown}\x1b[J", nl=False)
             time.sleep(interval)
     except KeyboardInterrupt:

@@ -57,7 +57,8 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
     """The id of a pending run, which nobody drives yet. Raises what `Backend.check` raises, before anything
     is written, and StoreError (input) when the id is taken."""
     pipeline = submission.pipeline
-    submission = replace(submission, run_id=submission.run_id or new_run_id(pipeline.name))
+    if submission.run_id is None:  # "" was asked for, as by an empty variable of a shell
+        submission = replace(submission, run_id=new_run_id(pipeline.name))
     assert submission.run_id is not None
     runs.check_new_id(submission.run_id)
     for name in (submission.folder, submission.spec):

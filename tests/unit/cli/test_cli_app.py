@@ -98,11 +98,15 @@ def test_an_error_is_a_document_under_json(cli: Cli):
 
 
 def test_infrastructure_exits_4(cli: Cli):
-    cli.store.write_text("a file where the store's folder should be")
-    done = cli("list", code=None)
-    assert done.returncode in (0, 4)
+    cli.store.mkdir()
+    (cli.store / "probe").write_text("a file where a folder should be")
     (cli.folder / "pipeline.yaml").write_text("version: 1\nname: a\nstages: [{name: a, command: ['true']}]\n")
     assert "error:" in cli("run", "pipeline.yaml", code=4).stderr
+
+
+def test_a_store_that_is_a_file_exits_2(cli: Cli):
+    cli.store.write_text("a file where the store's folder should be")
+    assert f"{cli.store}: is a file, and a store is a folder" in cli("list", code=2).stderr
 
 
 def test_a_bug_exits_1_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from kit.command_runs import Cli
 
+from mlpipe.api.watch import Lines
+from mlpipe.cli.app import run_app
 from mlpipe.observe.logs import Reader
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
@@ -181,3 +184,25 @@ def test_a_signal_detaches_and_says_how_to_come_back(made, number):
     assert following.returncode == 130
     assert "detached; run r goes on. Come back with `mlpipe logs -f r`" in err
     assert runs.read_run(made.store, "r").state == "running"
+
+
+def test_no_verb_has_a_terminal_obey_what_stands_in_a_store(made, monkeypatch, capsysbinary):
+    said = "a\x1b]0;mine\a"
+    made.begin("corpus", command=["true"])
+    made.change("corpus", message=said + "PAIR")
+    made.store.put("runs/r/run.json", made.store.get("runs/r/run.json").replace(b"PAIR", rb"\ud800"))
+    made.log("corpus", "rank-0", b"50 %\r100 % \x1b[32mok \x1b]0;mine\a\xff\n")
+    monkeypatch.setenv("MLPIPE_STORE", str(made.cli.store))
+
+    def shown(*arguments: str) -> bytes:
+        with pytest.raises(SystemExit, match="0"):
+            run_app([*arguments])
+        return capsysbinary.readouterr().out
+
+    assert rb"a\x1b]0;mine\x07\ud800" in shown("status", "r")
+    assert shown("logs", "r", "--stage", "corpus").endswith(b"\x1b]0;mine\a\xff\n")  # into a pipe as it is
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    on_terminal = shown("logs", "r", "--stage", "corpus")
+    assert on_terminal == "50 %\r100 % \x1b[32mok \\x1b]0;mine\\x07\ufffd\n".encode()
+    Lines(quiet=False).complain(said)
+    assert capsysbinary.readouterr().err == b"a\\x1b]0;mine\\x07\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,14 @@ def test_a_run_that_is_nowhere(cli: Cli):
     (used,) = (cli.folder / "state/mlpipe/stores").glob("*/url")
     used.parent.with_name("another").mkdir()
     (used.parent.with_name("another") / "url").write_text(gone)  # as of a day when it was there
+    for number in range(4):  # used before
+        older = used.parent.with_name(f"older-{number}") / "url"
+        older.parent.mkdir()
+        older.write_text(str(cli.folder / older.parent.name))
+        os.utime(older, (number, number))
     said = cli("status", "q", code=2).stderr
     assert "there is no run q" in said
+    assert "older-2 either, nor in 2 more;" in said
     assert f"not in {cli.folder / 'elsewhere'}" in said
     assert f"{gone} could not be asked" in said
     for verb in ("cancel", "report"):

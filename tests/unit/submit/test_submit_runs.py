@@ -55,11 +55,12 @@ def stored(cli: Cli, run: str = "r") -> dict:
 
 
 @pytest.mark.parametrize("verb", ["run", "submit"])
-def test_an_id_that_is_none_is_refused_before_the_store_is_made(tmp_path, monkeypatch, verb):
+@pytest.mark.parametrize("run_id", ["../x", ""])
+def test_an_id_that_is_none_is_refused_before_the_store_is_made(tmp_path, monkeypatch, verb, run_id):
     monkeypatch.chdir(tmp_path)
     write_spec(tmp_path, {"a": ["true"]})
-    done = CliRunner().invoke(app, [verb, "pipeline.yaml", "--run-id", "../x"], obj=CliSession())
-    assert "'../x' is not a run id" in str(done.exception)
+    done = CliRunner().invoke(app, [verb, "pipeline.yaml", "--run-id", run_id], obj=CliSession())
+    assert f"{run_id!r} is not a run id" in str(done.exception)
     assert [path.name for path in tmp_path.iterdir()] == ["pipeline.yaml"]
 
 

@@ -42,10 +42,13 @@ _END_SECONDS = 60.0  # for a trial that was killed to be gone
 def tuned_stage(pipeline: LoadedPipeline, asked: str | None) -> str:
     """The stage whose training is tuned. Raises PlanError where that is not one."""
     names, where = list(trainings(pipeline.spec)), pipeline.path
+    if not names:
+        raise PlanError("no stage trains", where=where, hint="tune tries trainings: add a stage with train")
     if asked is not None and asked not in names:
-        raise PlanError(f"there is no training {asked!r}", where=where, hint=f"there is {_either(names)}")
+        raise PlanError(f"there is no training {asked!r}", where=where, hint=f"there is {' or '.join(names)}")
     if asked is None and len(names) != 1:
-        raise PlanError(f"there are {len(names)} trainings", where=where, hint=f"--stage {_either(names)}")
+        hint = f"--stage {' or '.join(names)}"
+        raise PlanError(f"there are {len(names)} trainings", where=where, hint=hint)
     stage = asked or names[0]
     resources = pipeline.spec.stage(stage).resources
     if resources is not None and resources.replicas is not None:
@@ -65,10 +68,6 @@ def tuning_backend(pipeline: LoadedPipeline, asked: str | None) -> Backend:
         hint = f"--to {backends.DEFAULT}; what wins here need not win there"
         raise PlanError(f"trials cannot run on {name}", where=pipeline.path, hint=hint)
     return chosen.of_submission(pipeline.spec, {})
-
-
-def _either(names: list[str]) -> str:
-    return " or ".join(names) or "none"
 
 
 @dataclass(frozen=True)
