@@ -179,13 +179,27 @@ def test_a_node_that_does_not_pass_the_preflight_is_left_out_of_the_next_attempt
     assert runs.read_run(person.there, "checked").stages["train"].state == "done"
 
 
-def test_a_cancel_saves_and_one_by_hand_is_a_cancel_too(person, hold, spec):
+def test_of_groups_of_machines_a_cancel_saves_and_one_by_hand_is_a_cancel_too(
+    person, hold, spec, undisturbed
+):
+    """A heterogeneous job: one node has half of each batch, two have the rest. It is queued again, and each
+    time its ranks are where the plan has them."""
+    document = json.loads(spec.read_text())
+    one = document["stages"][0]["resources"] | {"nodes": 1}
+    document["stages"][0]["resources"] = [one | {"speed": 2}, one | {"nodes": 2, "cpus": 2, "speed": 1}]
+    mixed = person.folder / "mixed.json"
+    mixed.write_text(json.dumps(document))
     with hold:
-        person.submit(spec, "cancelled")
-        person.until_step("cancelled", 2)
+        person.submit(mixed, "cancelled")
+        person.until_step("cancelled", 1)
+        job = person.job("cancelled")
+        person.cluster.run("scancel", "--batch", "--signal=USR1", job)  # as before the limit
+        until(lambda: person.restarts(job) == 1, "its second start")
+        first = person.last_saved("cancelled")
+        assert first >= 1
+        person.until_step("cancelled", first + 1)
         assert person.json("cancel", "cancelled")["state"] == "cancelled"
         first = person.last_saved("cancelled")
-        assert first >= 2
         resumed = person.start("resume", "cancelled")
         person.until_step("cancelled", first + 1, attempt=2)
         person.cluster.run("scancel", person.job("cancelled"))  # every process is signalled: no rank saves
@@ -193,6 +207,15 @@ def test_a_cancel_saves_and_one_by_hand_is_a_cancel_too(person, hold, spec):
         assert resumed.returncode == 5
     assert person.json("status", "cancelled")["state"] == "cancelled"
     assert person.last_saved("cancelled") == first
+    person("resume", "cancelled")
+    assert losses(person.there, "cancelled") == pytest.approx(undisturbed.losses, rel=1e-6)
+    key = "runs/cancelled/stages/train/attempt-3"
+    each = [read_records(person.there, key, rank) for rank in range(3)]
+    assert [{one.tokens for one in lines if isinstance(one, Step)} for lines in each] == [{128}, {64}, {64}]
+    hosts = [one.host for lines in each for one in lines if isinstance(one, Start)]
+    listed = person.cluster.run("squeue", "--noheader", "--states=all", "--format=%j %N").splitlines()
+    (second,) = [line.split()[1] for line in listed if line.startswith("group-1/mlpipe/cancelled/train/3 ")]
+    assert hosts[1:] == person.cluster.run("scontrol", "show", "hostnames", second).split() != hosts[:1]
 
 
 def test_a_limit_a_dead_driver_preemption_and_a_lost_node_lose_nothing(person, hold, spec, undisturbed):

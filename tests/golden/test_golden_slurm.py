@@ -35,12 +35,20 @@ EVERYTHING = (
 )
 ELASTIC = (*QUICKSTART, "train.resources.nodes=2..4", "slurm.time=8 h")
 PARTS = {"coordinator": "coordinator", "replica": "3"}
+GROUPS = (
+    "train.resources=[{nodes: 2, gpus_per_node: 8, gpu: H100-80GB}, "
+    "{nodes: 4, gpus_per_node: 8, gpu: A100-80GB, cpus: 64}]",
+    "slurm.time=8 h",
+    "slurm.options={mail-type: END, exclusive: ''}",
+    "slurm.stages={train: {groups: [{gpu_type: h100}, {gpu_type: a100, partition: old}]}}",
+)
 CASES = {
     "two-nodes": ("quickstart", "train", QUICKSTART),
     "command": ("llm", "corpus", ("slurm.time=20 min",)),
     "everything": ("llm", "train", EVERYTHING),
     "coordinator": ("quickstart", "train", ELASTIC),
     "replica": ("quickstart", "train", ELASTIC),
+    "groups": ("llm", "train", GROUPS),
     "apptainer": ("llm", "train", ("slurm.container={runtime: apptainer, image: /images/ml pipe.sif}",)),
 }
 

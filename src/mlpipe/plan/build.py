@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlpipe
+from mlpipe._core.units import parse_bytes
 from mlpipe.plan import network
 from mlpipe.plan.hardware import Hardware, detect_hardware, together
 from mlpipe.plan.launch import Given, preflight_plan
@@ -41,7 +42,10 @@ def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False
     here, num_workers = not cluster and not whole.gpus_per_node, whole.gang_nodes * per_node
     for group in stage.groups:
         asked = group.model_copy(update={"workers_per_node": num_workers}) if here else group
-        groups.append(replace(found(asked), devices_per_node=per_node, relative_speed=group.speed))
+        hardware = replace(found(asked), devices_per_node=per_node, relative_speed=group.speed)
+        if here and group.memory:  # which is of a node of theirs
+            hardware = replace(hardware, memory_bytes=parse_bytes(group.memory) // per_node)
+        groups.append(hardware)
     gang = together(groups)
     return replace(gang, num_nodes=1, devices_per_node=num_workers) if here else gang
 

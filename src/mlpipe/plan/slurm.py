@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.units import parse_bytes, parse_seconds
@@ -14,7 +16,7 @@ from mlpipe.plan.references import stage_named
 
 if TYPE_CHECKING:
     from mlpipe.spec import slurm as s
-    from mlpipe.spec.model import Pipeline
+    from mlpipe.spec.model import Pipeline, Resources, Stage
 
 MIB = 2**20
 
@@ -30,7 +32,8 @@ class SlurmContainer:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """Of one stage; cores, memory and GPUs are of each node. None: the cluster's default."""
+    """Of one stage; cores, memory and GPUs are of each node. `others`: of groups of machines those behind the
+    first, the further components of a heterogeneous job. None: the cluster's default."""
 
     cpus: int
     memory_mib: int
@@ -48,37 +51,68 @@ class SlurmJob:
     container: SlurmContainer | None = None
     scratch: str | None = None
     max_requeues: int = 3
+    others: tuple[SlurmJob, ...] = ()
 
 
 def slurm_job(pipeline: Pipeline, stage_name: str, host_bytes: int = 0) -> SlurmJob:
-    """What is said for the stage alone stands before what is said for all; of `options` each by itself.
-    `host_bytes`: of a node's memory that the stage needs at least. Raises PlanError."""
-    from mlpipe.spec.slurm import Slurm, SlurmJobKeys
+    """What is said for the stage alone stands before what is said for all, and what is said for a group of
+    machines before both; of `options` each by itself. `host_bytes`: of a node's memory that the stage needs
+    at least. Raises PlanError."""
+    from mlpipe.spec.slurm import SlurmNodeKeys, SlurmStageKeys
 
     stage = stage_named(pipeline, stage_name)
-    if stage.groups:
-        raise PlanError(
-            "a job of Slurm has nodes of one class: a heterogeneous one starts each part by itself",
-            where=f"stage {stage_name!r}",
-            hint="write one mapping in resources; where its nodes differ, add stragglers: move_load",
-        )
+    single = SlurmStageKeys.model_construct()
+    if pipeline.slurm is not None:
+        single = pipeline.slurm.stages.get(stage_name, single)
+    if not stage.groups:
+        return _component(pipeline, stage, stage_resources(pipeline, stage), host_bytes, single)
+    own = single.groups or [SlurmNodeKeys.model_construct() for _ in stage.groups]
+    jobs = [
+        _component(pipeline, stage, group, host_bytes, keys, single)
+        for group, keys in zip(stage.groups, own, strict=True)
+    ]
+    _refuse_alike(stage, jobs)
+    return replace(jobs[0], others=tuple(jobs[1:]))
+
+
+def _refuse_alike(stage: Stage, jobs: Sequence[SlurmJob]) -> None:
+    """Raises PlanError where Slurm could give a group the machines of another one."""
+    for (first, one), (second, other) in combinations(zip(stage.groups, jobs, strict=True), 2):
+        keys = ("gpu_type", "partition", "reservation", "constraint")
+        if first.gpu != second.gpu and all(getattr(one, key) == getattr(other, key) for key in keys):
+            raise PlanError(
+                f"nothing tells Slurm which nodes have {first.gpu}, and which {second.gpu}",
+                where=f"stage {stage.name!r}",
+                hint=f"write slurm.stages.{stage.name}.groups: [{{gpu_type: ...}}, {{gpu_type: ...}}], or a "
+                "constraint or partition of each",
+            )
+
+
+def _component(
+    pipeline: Pipeline, stage: Stage, asked: Resources | None, host_bytes: int, *keys: s.SlurmNodeKeys
+) -> SlurmJob:
+    """`keys`: what stands before what is said for all, the first before the next."""
+    from mlpipe.spec.slurm import Slurm
+
     section = pipeline.slurm or Slurm.model_construct()
-    single = section.stages.get(stage_name) or SlurmJobKeys.model_construct()
-    workers = stage.kind.runs == "workers"
-    resources = pod_resources(stage_resources(pipeline, stage), workers=workers, host_bytes=host_bytes)
-    time = single.time or section.time
+    resources = pod_resources(asked, workers=stage.kind.runs == "workers", host_bytes=host_bytes)
+
+    def said(key: str) -> Any:
+        return next((value for one in (*keys, section) if (value := getattr(one, key, None))), None)
+
+    time = said("time")
     return SlurmJob(
         cpus=math.ceil(resources.cpus or 1),
         memory_mib=math.ceil(parse_bytes(resources.memory or "") / MIB),
         gpus=resources.gpus_per_node,
-        gpu_type=single.gpu_type or section.gpu_type,
-        partition=single.partition or section.partition,
-        account=single.account or section.account,
-        qos=single.qos or section.qos,
-        reservation=single.reservation or section.reservation,
-        constraint=single.constraint or section.constraint,
+        gpu_type=said("gpu_type"),
+        partition=said("partition"),
+        account=said("account"),
+        qos=said("qos"),
+        reservation=said("reservation"),
+        constraint=said("constraint"),
         time_seconds=parse_seconds(time) if time else None,
-        options=tuple(sorted({**section.options, **single.options}.items())),
+        options=tuple(sorted({**section.options, **getattr(keys[-1], "options", {})}.items())),
         python=section.python,
         modules=section.modules,
         container=_container(section.container, pipeline.image),

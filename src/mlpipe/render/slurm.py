@@ -32,6 +32,7 @@ _END = "END_OF_PLAN"
 _PATH = r"[A-Za-z0-9_.,@+=/-]+"  # neither blanks nor the % of patterns
 _COMMENT, _NAME = "#SBATCH --comment=", "#SBATCH --job-name="
 ARRAY_FIGURE = "%3a"  # in the name of a file: the task's index, as trials are numbered
+_OF_THE_FIRST = ("licenses", "mail-type", "mail-user")  # of components: once for the whole job
 _TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # one task's; the array's own id is all of them
 
 
@@ -100,6 +101,9 @@ def script(plan: Plan, job: SlurmJob, output: str, part: str = "", *, array: Tas
     if array:
         options.append(f"array={_ranges(array.plans)}%{array.most}")
     head = [f"#SBATCH --{option}" for option in options]
+    for number, other in enumerate(job.others, start=1):
+        head.append("#SBATCH hetjob")
+        head += [f"#SBATCH --{option}" for option in _of_component(plan, other, number, name)]
     text = "\n".join(["#!/bin/bash", *head, "", _body(plan, job, part, array), ""])
     if len(text.encode()) > MAX_BYTES:
         raise RenderError(
@@ -122,10 +126,35 @@ def name_of(text: str) -> str:
 
 
 def _options(plan: Plan, job: SlurmJob, name: str, output: str) -> list[str]:
-    nodes, spares = plan.launch.num_nodes, plan.launch.num_spares
-    options = [f"job-name={name}", f"nodes={nodes}", f"ntasks={nodes}", "ntasks-per-node=1"]
+    nodes, spares = _nodes(plan)[0], plan.launch.num_spares
+    options = [f"job-name={name}", f"nodes={nodes}", *_of_nodes(nodes, job)]
     if spares:  # as many as are free; with a number of tasks Slurm gives the fewest
-        options[1:] = [f"nodes={nodes}-{plan.launch.num_machines}"]
+        options[1:4] = [f"nodes={nodes}-{plan.launch.num_machines}"]
+    if plan.kind.is_training:  # what begins anew would reach the limit anew, and queue for ever
+        shutdown = plan.launch.shutdown_seconds
+        ahead = math.ceil(min(shutdown + SIGNAL_SECONDS, (job.time_seconds or math.inf) / 2))
+        options.append(f"signal=B:USR1@{min(ahead, 65535)}")
+    options += ["requeue", "open-mode=append", f"output={output}", "export=ALL"]
+    options.append("dependency=singleton")  # one that was submitted twice never runs beside itself
+    return options + _own(plan, job)
+
+
+def _of_component(plan: Plan, job: SlurmJob, number: int, name: str) -> list[str]:
+    """Of a heterogeneous job one behind the first, whose script, signals and comment are those of all. Its
+    name begins otherwise: it is no job of its own that somebody looks for."""
+    nodes = _nodes(plan)[number]
+    own = [one for one in _own(plan, job) if one.partition("=")[0] not in _OF_THE_FIRST]
+    return [f"job-name=group-{number}/{name}", f"nodes={nodes}", *_of_nodes(nodes, job), "requeue", *own]
+
+
+def _nodes(plan: Plan) -> list[int]:
+    """Of each component of the job."""
+    groups = plan.work.training.groups if plan.kind.is_training else ()
+    return [one.num_nodes for one in groups] or [plan.launch.num_nodes]
+
+
+def _of_nodes(nodes: int, job: SlurmJob) -> list[str]:
+    options = [f"ntasks={nodes}", "ntasks-per-node=1"]
     options += [f"cpus-per-task={job.cpus}", f"mem={job.memory_mib}M"]
     if job.gpus:
         options.append("gres=" + ":".join(filter(None, ("gpu", job.gpu_type, str(job.gpus)))))
@@ -134,17 +163,14 @@ def _options(plan: Plan, job: SlurmJob, name: str, output: str) -> list[str]:
             options.append(f"{option}={value}")
     if job.time_seconds is not None:
         options.append(f"time={math.ceil(job.time_seconds / 60)}")
-    if plan.kind.is_training:  # what begins anew would reach the limit anew, and queue for ever
-        shutdown = plan.launch.shutdown_seconds
-        ahead = math.ceil(min(shutdown + SIGNAL_SECONDS, (job.time_seconds or math.inf) / 2))
-        options.append(f"signal=B:USR1@{min(ahead, 65535)}")
-    options += ["requeue", "open-mode=append", f"output={output}", "export=ALL"]
-    options.append("dependency=singleton")  # one that was submitted twice never runs beside itself
+    return options
+
+
+def _own(plan: Plan, job: SlurmJob) -> list[str]:
     own = dict(job.options)
     if plan.launch.avoid:
         own["exclude"] = ",".join(filter(None, (own.get("exclude"), *plan.launch.avoid)))
-    options += [f"{option}={value}" if value else option for option, value in sorted(own.items())]
-    return options
+    return [f"{option}={value}" if value else option for option, value in sorted(own.items())]
 
 
 def _ranges(indices: Iterable[int]) -> str:
@@ -194,8 +220,71 @@ def plan_of_task(text: bytes, index: int) -> tuple[Plan, str]:
     return Plan.from_json(json.dumps(plain)), document["owner"]
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What runs on the nodes of a component. `group`: srun's option for it; `first`: which node of the gang
+    its first one is; of a plain job both are empty."""
+
+    job: SlurmJob
+    nodes: int | str
+    group: str = ""
+    first: int | None = None
+
+    @property
+    def every_node(self) -> str:
+        return f"{self.group}--nodes={self.nodes} --ntasks={self.nodes} --ntasks-per-node=1"
+
+    @property
+    def tell(self) -> str:
+        number = "$SLURM_NODEID" if self.first is None else f"$(({self.first} + SLURM_NODEID))"
+        return f"""\
+  srun --overlap {self.every_node} --mem=0 --gres=none sh -c \\
+    'pid=$0-{number}/pid n=60; until [ -s "$pid" ] || [ $((n -= 1)) = 0 ]; do sleep 1; done
+    kill -TERM "$(cat "$pid")"' "$scratch"\n"""
+
+    def start(self, command: str, together: int) -> str:
+        """But for its standard input."""
+        options = f"--cpus-per-task={self.job.cpus} --kill-on-bad-exit={together}"
+        return f"srun {self.every_node} {options} {command}"
+
+
+def _steps(plan: Plan, job: SlurmJob) -> list[_Step]:
+    if not job.others:
+        every = "$SLURM_JOB_NUM_NODES" if plan.launch.num_spares else plan.launch.num_nodes
+        return [_Step(job, every)]
+    nodes = _nodes(plan)
+    return [
+        _Step(one, nodes[number], f"--het-group={number} ", sum(nodes[:number]))
+        for number, one in enumerate((job, *job.others))
+    ]
+
+
+def _started(steps: Sequence[_Step], command: str, together: int, document: str) -> str:
+    """In the background, all with the same standard input; `step`: the process of each."""
+    text = f"<<'{_END}'"
+    if len(steps) == 1:
+        begun = f"{steps[0].start(command, together)} {text} &\n{document}\n{_END}\nstep=$!"
+        return f"{begun} early=$asked"
+    lines = [f"plan() {{ cat {text}", document, _END, "}", "begun="]
+    for step in steps:
+        # a component's steps know neither of the others nor how many nodes these have
+        lines.append(f"plan | {environment.FIRST_NODE}={step.first} {step.start(command, together)} &")
+        lines.append('begun="$begun $!"')
+    return "\n".join([*lines, "step=$begun early=$asked"])
+
+
+_WAIT = """\
+until wait "$step"; code=$?; [ "$code" -le 128 ] || ! kill -0 "$step" 2>/dev/null; do :; done"""
+_WAIT_FOR_ALL = """\
+code=0
+for one in $step; do  # the highest code, as srun has it of its nodes
+  until wait "$one"; last=$?; [ "$last" -le 128 ] || ! kill -0 "$one" 2>/dev/null; do :; done
+  [ "$last" -le "$code" ] || code=$last
+done"""
+
+
 def _body(plan: Plan, job: SlurmJob, part: str, array: TaskArray | None) -> str:
-    nodes = plan.launch.num_nodes
+    nodes, steps = plan.launch.num_nodes, _steps(plan, job)
     scratch = '"${TMPDIR:-/tmp}"' if job.scratch is None else shlex.quote(job.scratch)
     codes = "|".join(str(NON_RETRIABLE_BASE + code) for code in NON_RETRIABLE_CODES)
     modules = "".join(f"module load -- {shlex.quote(name)} || exit 4\n" for name in job.modules)
@@ -208,18 +297,16 @@ def _body(plan: Plan, job: SlurmJob, part: str, array: TaskArray | None) -> str:
     preempted = f"  {SAVED_CODE}:)  # whoever else stops a rank does not so without end\n"
     preempted += f"    scontrol show job \"{own}\" | grep -q 'PreemptTime=[0-9]' && asked=requeue ;;\n"
     preempted = preempted if job.max_requeues and not together else ""
-    every = "$SLURM_JOB_NUM_NODES" if plan.launch.num_spares else nodes
-    command = _command(job, part, array)
-    every_node = f"--nodes={every} --ntasks={every} --ntasks-per-node=1"
+    document = (_tasks(array) if array else plan.to_json()).rstrip()
+    begin = _started(steps, _command(job, part, array), together, document)
+    tell = "".join(step.tell for step in steps)
+    wait = _WAIT if len(steps) == 1 else _WAIT_FOR_ALL
     return f"""\
 # Written by mlpipe: change the pipeline file, not this one.
 scratch={scratch}/{_PREFIX}-$SLURM_JOB_ID
 asked= step=
 tell() {{  # the launchers of all nodes tell their ranks to save and stop
-  srun --overlap {every_node} --mem=0 --gres=none sh -c \\
-    'pid=$0-$SLURM_NODEID/pid n=60; until [ -s "$pid" ] || [ $((n -= 1)) = 0 ]; do sleep 1; done
-    kill -TERM "$(cat "$pid")"' "$scratch"
-}}
+{tell}}}
 ask() {{  # told once, whatever comes meanwhile; what was cancelled is not queued again
   local before=$asked
   [ "$before" = cancel ] || asked=$1
@@ -229,12 +316,9 @@ trap '{near}' USR1  # the time limit is near
 trap 'ask cancel' USR2  # mlpipe cancel
 trap 'asked=${{asked:-cancel}}' TERM  # scancel: the ranks have heard it themselves
 {modules}export {environment.RENDEZVOUS}="$SLURMD_NODENAME:$((10000 + SLURM_JOB_ID % 20000))"
-srun {every_node} --cpus-per-task={job.cpus} --kill-on-bad-exit={together} {command} <<'{_END}' &
-{_tasks(array) if array else plan.to_json().rstrip()}
-{_END}
-step=$! early=$asked
+{begin}
 [ -z "$early" ] || tell  # whoever asked before there were launchers
-until wait "$step"; code=$?; [ "$code" -le 128 ] || ! kill -0 "$step" 2>/dev/null; do :; done
+{wait}
 case "$code:$asked" in
   0:*) exit 0 ;;
   {codes.replace("|", ":*|")}:*) exit $((code - {NON_RETRIABLE_BASE})) ;;  # it would come again

@@ -10,17 +10,22 @@ from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
 
 
-class SlurmJobKeys(SpecModel):
-    """What a job asks Slurm for besides nodes, cores, memory and GPUs, which are `resources`."""
+class SlurmNodeKeys(SpecModel):
+    """Which nodes, and by which right."""
 
     partition: f.SlurmName | None = Field(None, description="Default: the cluster's.")
-    account: f.SlurmName | None = Field(None, description="Whose hours are spent. Default: the user's.")
     qos: f.SlurmName | None = Field(None, description="Quality of service. Default: the account's.")
     reservation: f.SlurmName | None = Field(None, description="Nodes that are kept for it.")
     constraint: f.SlurmConstraint | None = Field(None, description="Features that the nodes must have.")
     gpu_type: f.SlurmName | None = Field(
         None, description="The cluster's name of the GPUs, such as `h100` in `gpu:h100:8`. Default: any."
     )
+
+
+class SlurmJobKeys(SlurmNodeKeys):
+    """What a job asks Slurm for besides nodes, cores, memory and GPUs, which are `resources`."""
+
+    account: f.SlurmName | None = Field(None, description="Whose hours are spent. Default: the user's.")
     time: f.Duration | None = Field(
         None,
         description="Limit of one allocation: shortly before, the training saves and queues again. Default: "
@@ -31,6 +36,17 @@ class SlurmJobKeys(SpecModel):
         description="Other long options of sbatch and their values, such as `mail-type: END`; a flag has the "
         "value ''.",
         json_schema_extra={"additionalProperties": False},
+    )
+
+
+class SlurmStageKeys(SlurmJobKeys):
+    """What is different for one stage."""
+
+    groups: tuple[SlurmNodeKeys, ...] = Field(
+        (),
+        strict=False,
+        description="Of `resources` that list groups of machines what is different for each, in their order: "
+        "they are the components of a heterogeneous job.",
     )
 
 
@@ -62,7 +78,7 @@ class Slurm(SlurmJobKeys):
         description="Of a job that fails by its infrastructure. Slurm counts those by limit and preemption, "
         "too, which have no bound themselves.",
     )
-    stages: dict[f.Name, SlurmJobKeys] = Field(
+    stages: dict[f.Name, SlurmStageKeys] = Field(
         {},
         description="What is different for single stages.",
         json_schema_extra={"additionalProperties": False},

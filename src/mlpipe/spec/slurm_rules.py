@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from mlpipe.spec.problems import Problem, closest
-from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
+from mlpipe.spec.tree import Node, get, groups_of, items_of, problem_of_key, text_of
 
 # Options that mlpipe writes itself, by the key that says the same; "": it needs them as they are.
 _SAID_BY = {
@@ -113,6 +113,20 @@ def _stages(section: Node, stages: list[Node]) -> Iterator[Problem]:
             yield problem_of_key(node, f"there is no stage {name!r}", closest(name, names))
         if isinstance(node.value, dict):
             yield from _options(node)
+            yield from _groups(node, [stage for stage in stages if text_of(get(stage, "name")) == name])
+
+
+def _groups(single: Node, stages: list[Node]) -> Iterator[Problem]:
+    asked = get(single, "groups")
+    if asked is None or not isinstance(asked.value, list) or len(stages) != 1:
+        return
+    number = len(groups_of(stages[0]))
+    if not number:
+        words = "the stage's resources list no groups of machines"
+        yield problem_of_key(asked, words, "write these keys without groups, or a list in resources")
+    elif len(asked.value) != number:
+        words = f"{len(asked.value)} groups, and the stage's resources have {number}"
+        yield problem_of_key(asked, words, "write one for each, in their order; {} where nothing differs")
 
 
 def _image(root: Node, section: Node) -> Iterator[Problem]:

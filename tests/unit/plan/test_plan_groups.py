@@ -205,6 +205,16 @@ def test_nodes_are_numbered_over_the_groups_and_a_patch_is_of_all_pods(monkeypat
     )
 
 
-def test_a_job_of_slurm_has_nodes_of_one_class():
-    with pytest.raises(PlanError, match="nodes of one class"):
-        slurm_job(pipeline_of("llm", IN_FILE % "A100-80GB"), "train")
+def test_groups_are_components_of_a_job_of_slurm_which_is_told_whose_nodes_are_which():
+    pipeline = pipeline_of("llm", IN_FILE % "A100-80GB", "slurm.constraint=ib")
+    with pytest.raises(PlanError, match="nothing tells Slurm which nodes have H200, and which A100-80GB"):
+        slurm_job(pipeline, "train")
+    groups = "slurm.stages={train: {qos: high, groups: [{}, {constraint: old, partition: p}]}}"
+    job = slurm_job(
+        pipeline_of("llm", IN_FILE % "A100-80GB, cpus: 64", "slurm.constraint=ib", groups), "train"
+    )
+    (other,) = job.others
+    assert (job.constraint, job.partition, job.qos, job.cpus) == ("ib", None, "high", 32)
+    assert (other.constraint, other.partition, other.qos, other.cpus) == ("old", "p", "high", 64)
+    alike = pipeline_of("quickstart", "train.resources=[{speed: 2}, {speed: 1}]", "train.data.batch_size=9")
+    assert len(slurm_job(alike, "train").others) == 1, "of CPUs nobody says more"

@@ -66,6 +66,12 @@ def test_trials_of_several_sizes_are_no_array(tmp_path: Path) -> None:
         arrays.script_of("s", asked, 2, ahead)
 
 
+def test_trials_on_groups_of_machines_are_no_array(tmp_path: Path) -> None:
+    groups = [[{"nodes": 1}, {"nodes": number}] for number in (1, 2)]
+    with pytest.raises(RenderError, match="no task of an array"):
+        arrays.script_of("s", trials(tmp_path, {"stages.fit.resources": groups}), 2, ahead)
+
+
 class Cluster:
     """What squeue would say, and what was sent and cancelled."""
 

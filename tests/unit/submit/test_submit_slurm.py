@@ -79,6 +79,7 @@ def test_why_a_job_waits_stands_in_words(reason: str) -> None:
         "  constraint: a100; rm -rf",
         "  stages: {b: {partition: gpu}}",
         "  stages: {a: {options: {nodes: '2'}}}",
+        "  stages: {a: {groups: [{}, {}]}}",
         "  container: {runtime: pyxis}",
         "  modules: ['$(id)']",
     ],
@@ -466,3 +467,27 @@ def test_spares_are_asked_for_as_far_as_nodes_are_free() -> None:
     assert node.variables(plan, env)["MLPIPE_NUM_MACHINES"] == "4"
     without = plan_of(pipeline_of("llm", "train.resources.preflight=auto"), "train")
     assert "MLPIPE_NUM_MACHINES" not in node.variables(without, env)
+
+
+def test_groups_of_machines_are_components_that_are_no_jobs_of_their_own() -> None:
+    """What is of the whole job stands once; what is of nodes for each component."""
+    groups = "train.resources=[{nodes: 2}, {nodes: 1, memory: 8 GiB}]"
+    options = "slurm.options={exclude: n1, mail-type: END}"
+    with pytest.raises(SpecErrors, match="3 groups, and the stage's resources have 2"):
+        pipeline_of("quickstart", groups, "slurm.stages={train: {groups: [{}, {}, {}]}}")
+    spec = pipeline_of("quickstart", groups, options, "train.data.batch_size=9")
+    plan = plan_of(spec, "train")
+    plan = replace(plan, launch=replace(plan.launch, avoid=("n7",)))
+    text = script(plan, slurm_job(spec, "train"), "o")
+    first, second = text.partition("\n\n")[0].split("#SBATCH hetjob\n")
+    assert [first.count(f"--{one}") for one in ("mail-type", "signal", "output", "comment")] == [1, 1, 1, 1]
+    assert [second.count(f"--{one}") for one in ("mail-type", "signal", "output", "comment")] == [0, 0, 0, 0]
+    assert [part.count("exclude=n1,n7\n") + part.count("exclude=n1,n7") for part in (first, second)] == [2, 1]
+    assert "--nodes=2\n" in first
+    assert "--nodes=1\n" in second
+    assert "--mem=8192M\n" in second
+    name = job_name(plan.run_id, "train", 1)
+    assert f"--job-name={name}\n" in first
+    assert not second.partition("job-name=")[2].startswith("mlpipe"), "nobody takes it for a second one"
+    assert text.count("MLPIPE_FIRST_NODE=2 srun --het-group=1 --nodes=1 ") == 1
+    assert text.count("'pid=$0-$((2 + SLURM_NODEID))/pid") == 1, "who is told is who was started there"

@@ -62,6 +62,10 @@ def script_of(
             raise RenderError("an elastic training has several jobs", where=stage)
         plans[int(name)] = plan
         jobs.append(job_of(trial.pipeline, plan))
+        if jobs[-1].others:
+            raise RenderError(
+                "a heterogeneous job, of groups of machines, is no task of an array", where=stage
+            )
     return array_script(TaskArray(owner, plans, most), jobs, output_of(plan.store_url, owner))
 
 

@@ -33,7 +33,9 @@ def main() -> int:
     parser.add_argument("--part", default="", help="Of an elastic training: its coordinator, or a number.")
     parser.add_argument("--task", type=int, help="Of an array: which of its plans.")
     arguments = parser.parse_args()
-    folder = Path(f"{arguments.scratch}-{os.environ['SLURM_NODEID']}")
+    # in a heterogeneous job Slurm counts the nodes of each component
+    number = int(os.environ.get(environment.FIRST_NODE) or "0") + int(os.environ["SLURM_NODEID"])
+    folder = Path(f"{arguments.scratch}-{number}")
     # Slurm signals every process of a step that it ends: the stage's own process saves, and is waited for.
     signal.signal(signal.SIGTERM, lambda signum, frame: None)
     try:
