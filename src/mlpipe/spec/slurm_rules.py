@@ -118,7 +118,7 @@ def _stages(section: Node, stages: list[Node]) -> Iterator[Problem]:
 
 def _groups(single: Node, stages: list[Node]) -> Iterator[Problem]:
     asked = get(single, "groups")
-    if asked is None or not isinstance(asked.value, list) or len(stages) != 1:
+    if asked is None or not isinstance(asked.value, list) or not asked.value or len(stages) != 1:
         return
     number = len(groups_of(stages[0]))
     if not number:

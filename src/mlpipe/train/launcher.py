@@ -296,7 +296,8 @@ class Launcher:
         """In its gang, where that is not what its pod or job was told."""
         if self.node == GangNode.from_environment():
             return {}
-        return {"JOB_COMPLETION_INDEX": str(self.node.index), environment.RENDEZVOUS: self.node.rendezvous}
+        place = {"JOB_COMPLETION_INDEX": str(self.node.index), environment.RENDEZVOUS: self.node.rendezvous}
+        return place | ({environment.FIRST_NODE: "0"} if environment.FIRST_NODE in os.environ else {})
 
     def _number_at(self, place: int) -> int:
         launch = self.plan.launch

@@ -8,6 +8,7 @@ import pytest
 from kit import plans
 
 from mlpipe._core.errors import NODE_FAULT_CODE, StoreError
+from mlpipe.plan.gang_node import GangNode
 from mlpipe.plan.plan import Mesh, PreflightPlan
 from mlpipe.store.outcome import read_outcome
 from mlpipe.store.preflight import Checked, Ranked, read_checked, slow_replicas, write_checked
@@ -109,3 +110,17 @@ def test_machines_side_by_side_have_the_stages_of_one_pipeline(tmp_path, monkeyp
     assert launcher.node.index == number
     assert launcher._environment()["JOB_COMPLETION_INDEX"] == str(number)
     assert launcher.outcome_key.endswith(f"outcome-node-{number}.json")
+
+
+@pytest.mark.parametrize(("first", "index", "number"), [(0, 0, 0), (0, 1, 2), (2, 0, 1), (2, 1, 3)])
+def test_a_pipeline_is_on_machines_of_one_group(tmp_path, monkeypatch, first, index, number):
+    """Which are counted from 0, and whose first one has a number in the gang: who asks for the place of a
+    machine whose number is another one hears that."""
+    tokens = plans.write_tokens(tmp_path / "tokens", num_tokens=100)
+    launch = {"num_nodes": 4, "nproc_per_node": 1}
+    plan = plans.train_plan(tmp_path, tokens, mesh=Mesh(pp=2, dp_replicate=2), launch=launch)
+    for name, value in (("MLPIPE_FIRST_NODE", first), ("JOB_COMPLETION_INDEX", index)):
+        monkeypatch.setenv(name, str(value))
+    for name, value in Launcher(plan, tmp_path / "plan.json", tmp_path)._environment().items():
+        monkeypatch.setenv(name, value)
+    assert GangNode.from_environment().index == number
