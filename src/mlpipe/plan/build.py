@@ -31,6 +31,8 @@ def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False
 
     def found(resources: Resources | None) -> Hardware:
         hardware = detect_hardware(pod_resources(resources) if cluster else resources, elsewhere=cluster)
+        if resources is not None and resources.replicas is not None:
+            hardware = replace(hardware, comes_and_goes=True)
         return network.on_network(hardware, pipeline, resources)
 
     if not stage.groups:

@@ -110,7 +110,7 @@ def enumerate_candidates(
         possible = settings.meshes(hardware.num_nodes, hardware.devices_per_node)
         if own is not None and wanted:
             possible = [own]
-        if not isinstance(possible, str) and (unfit := _unfit_for_links(spec, settings.FLAGS)) is not None:
+        if not isinstance(possible, str) and (unfit := _unfit_for_links(spec, settings.FLAGS, hardware)):
             # what a mesh of the file's own cannot do was refused by now
             possible = [mesh for mesh in possible if not unfit(mesh)] or _UNFIT.format(strategy)
         if spec.communication == "on_demand" and not isinstance(possible, str):
@@ -485,12 +485,14 @@ def _validations(spec: Train) -> dict[str, int]:
     }
 
 
-def _unfit_for_links(spec: Train, flags: Mapping[str, bool]) -> Callable[[Mesh], bool] | None:
+def _unfit_for_links(
+    spec: Train, flags: Mapping[str, bool], hardware: Hardware
+) -> Callable[[Mesh], bool] | None:
     """Meshes on which gradients cannot be compressed, or there is one island of many workers; None: any will
-    do."""
+    do, as where all of them are one among others."""
     if spec.compress is not None:
         return lambda mesh: mesh.dp_shard > 1
-    if spec.update is not None:
+    if spec.update is not None and not hardware.comes_and_goes:
         return lambda mesh: mesh.dp_replicate == 1 < mesh.world_size or bool(flags.get("shard_optimizer"))
     return None
 

@@ -154,7 +154,7 @@ def _exchange(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Iterat
 
 def _links(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Iterator[str]:
     """What sending less, or more rarely, is worth on these links."""
-    if train.compress is None and train.islands is None:
+    if (train.compress is None and train.islands is None) or hardware.comes_and_goes:
         return
     plain = priced(replace(train, compress=None, islands=None), hardware)
     ratio = plain.step_seconds / chosen.step_seconds

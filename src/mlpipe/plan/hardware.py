@@ -101,6 +101,7 @@ class Hardware:
     # Of a gang of several classes each, with its own nodes; all above is then of the gang (`together`).
     groups: tuple[Hardware, ...] = ()
     relative_speed: float | None = None  # of a group whose speed beside the others' the file says
+    comes_and_goes: bool = False  # an elastic training's node, among others of its like
 
     @property
     def world_size(self) -> int:

@@ -61,7 +61,11 @@ def rank_tensors(work: RankWork) -> RankTensors:
     tensors = _whole(work)
     for axis in active(work.layout.mesh):
         tensors = axis.divide(tensors, work)
-    return tensors
+    kept = work.exchange_bytes
+    if not kept or (work.layout.exchanged_here is not None and work.layout.mesh.world_size > 1):
+        return tensors  # with what the axis keeps for it
+    moments = tuple(replace(one, alive=one.alive + kept) for one in tensors.moments)
+    return replace(tensors, buffers=tensors.buffers + kept, moments=moments)
 
 
 def _whole(work: RankWork) -> RankTensors:
@@ -72,8 +76,6 @@ def _whole(work: RankWork) -> RankTensors:
     width = COMPUTE_BYTES[work.step.precision]
     copies = parameters.cast(1, width) if width < WEIGHT_BYTES else ()
     gradients, buffers = parameters.trained.sharded(1, GRADIENT_BYTES), total(copies)
-    if work.layout.mesh.world_size == 1:  # an island whose like are elsewhere
-        buffers += work.exchange_bytes
     held, rebuilt, gradient_bytes = work.held_bytes, work.rebuilt_bytes, total(gradients)
     moments = [Moment(buffers + held), Moment(buffers + gradient_bytes + rebuilt)]
     if work.step.accumulation > 1:

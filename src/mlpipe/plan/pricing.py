@@ -292,7 +292,7 @@ class Pricer:
     def _exchanged(self, part: Part, layout: Layout) -> Exchanged | None:
         compress, trained = self.training.compress, self.shape.parameters.of(part).trained
         if (local := self.training.islands) is not None:
-            return of_islands(local, trained)
+            return replace(of_islands(local, trained), elsewhere=self.hardware.comes_and_goes)
         if compress is None or layout.num_replicas == 1:
             return None
         sent = COMPRESSIONS[compress.name].sent

@@ -34,14 +34,13 @@ def problems(stage: Node) -> Iterator[Problem]:
         yield problem_of_key(preflight, "machines that come and go are not checked", "remove it")
     written, workers = batch_of(train), _number(stage, "resources", "gpus_per_node")
     workers = workers or _number(stage, "resources", "workers_per_node") or 1
-    for key in ("compress", "update"):
-        sent = get(train, key)
-        if workers > 1 and sent is not None and sent.value is not None:
-            yield problem_of_key(
-                sent,
-                f"{key} is between nodes that come and go of one worker each, and these have {workers}",
-                f"remove {key}",
-            )
+    compress = get(train, "compress")
+    if workers > 1 and compress is not None and compress.value is not None:
+        yield problem_of_key(
+            compress,
+            f"compress is between nodes that come and go of one worker each, and these have {workers}",
+            "remove compress",
+        )
     if written and (batch := written[0]) < most * workers:
         each, room = "1 worker" if workers == 1 else f"{workers} workers", batch // workers
         yield problem_of_key(

@@ -11,6 +11,7 @@ from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.pricing import layout_of
 from mlpipe.plan.scaling import scale_stage
 from mlpipe.plan.training import shape_of, training_of
+from mlpipe.plan.wire import Wire
 
 pytestmark = pytest.mark.unit
 SMALL = ("train.model.preset=llama-350m", "train.model.seq_len=2048", "train.data.batch_tokens=4194304")
@@ -33,3 +34,23 @@ def test_each_node_computes_its_part_and_sends_behind_its_passes():
         assert best.usd == pytest.approx(best.hours * 8 * number * hardware.price_usd_per_device_hour)
         assert best.tokens_per_second == pytest.approx(4194304 / best.step_seconds)
     assert one.hours > two.hours > four.hours
+
+
+def test_islands_keep_two_copies_more_and_send_a_part_of_a_round_in_a_step():
+    """And within a node gradients, as without `update`, under any strategy."""
+    every, rows = 50, []
+    for update in ("null", f"{{diloco: {{sync_every: {every}}}}}"):
+        settings = (*SMALL, "train.strategy=fsdp", "train.resources.nodes=1..8", f"train.update={update}")
+        elastic = pipeline_of("llm", *settings)
+        hardware = stage_hardware(elastic, "train")
+        rows.append([row.best for row in scale_stage(elastic, "train", hardware, "1..2")])
+    (plain, plain_two), (one, two) = rows
+    trained = shape_of(training_of(elastic, "train"), {}).parameters.trained.total
+    own = 4 * trained / hardware.devices_per_node
+    kept = 2 * own + min(own, 25 * 2**20)
+    assert one.memory.buffers - plain.memory.buffers == pytest.approx(kept, rel=1e-3)
+    assert one.memory.total > plain.memory.total + own
+    assert one.seconds == plain.seconds
+    ring = Wire(replace(hardware, num_nodes=2)).all_reduce(own, 2, hardware.devices_per_node)
+    rarer = plain_two.seconds.communication - two.seconds.communication
+    assert rarer == pytest.approx(ring * (1 - 1 / every), rel=0.01)

@@ -201,11 +201,13 @@ def test_nobody_comes_or_leaves_in_the_midst_of_a_step():
     membership = formed()
     membership.connect(3, 0, "a")
     membership.receive(3, 0, {"ask": "join", "step": -1})
-    for step, void, leaving in ((0.5, False, []), (1, True, [0])):
+    for half, void, leaving in ((True, False, []), (False, True, [0])):
         for number in range(3):
-            vote(membership, number, step=step, leaves=number == 0)
+            vote(membership, number, half=half, leaves=number == 0)
         assert list(replies(membership).values()) == 3 * [{"commit": True, "void": void, "leaving": leaving}]
-        assert membership.committed == (1, step)
+        vote(membership, 1, half=half)
+        assert replies(membership)[1, 0]["commit"], "asked again"
+        assert membership.committed == (1, 0.5 if half else 1)
 
 
 def test_a_sum_that_failed_on_one_replica_counts_on_none():

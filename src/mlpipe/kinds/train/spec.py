@@ -349,7 +349,9 @@ def _problems(stage: Node) -> Iterator[Problem]:
             patience, f"hang_timeout {patience.value!r} would end any run", "write 1 s or more"
         )
     yield from optimizers.problems(train)
-    yield from links.problems(train, _WITH_COPIES)
+    nodes = get(stage, "resources", "nodes")
+    islands = DATA_AXES if nodes is not None and f.is_range(nodes.value) else _WITH_COPIES["update"]
+    yield from links.problems(train, {**_WITH_COPIES, "update": tuple(islands)})
     yield from _never_profiled(train)
     yield from _nothing_to_offload(train)
     yield from _no_head_to_fuse(train)

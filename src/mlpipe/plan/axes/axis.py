@@ -19,13 +19,15 @@ class Exchanged:
     """What replicas send of gradients, where that is not the gradients themselves: bytes in all-reduces and
     in all-gathers, each rank's own part. `coded_params`: so many values are read and written to make it.
     `kept_copies`: of the gradients' size, between steps. Of islands, which do so once in many steps: a step's
-    share; `hidden_ratio`: the part of all steps' computing beside which something travels."""
+    share; `hidden_ratio`: the part of all steps' computing beside which something travels. `elsewhere`: to
+    replicas that are not on this mesh, whose own ones send gradients."""
 
     reduced_bytes: float
     gathered_bytes: float
     coded_params: float
     kept_copies: int = 1
     hidden_ratio: float = 0.0
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Layout:
     communication: Communication = "collective"
     context_exchange: ContextExchange = "all_gather"
     exchanged: Exchanged | None = None  # None: gradients, in fp32
+
+    @property
+    def exchanged_here(self) -> Exchanged | None:
+        """None: gradients."""
+        return None if self.exchanged is not None and self.exchanged.elsewhere else self.exchanged
 
     @property
     def num_shards(self) -> int:
@@ -106,7 +113,9 @@ class RankWork:
         arrives."""
         if (exchanged := self.layout.exchanged) is None:
             return 0
-        own = total(self.parameters.trained.sharded(self.layout.num_shards, GRADIENT_BYTES))
+        layout = self.layout
+        num_ranks = layout.num_updating_ranks if exchanged.elsewhere else layout.num_shards
+        own = total(self.parameters.trained.sharded(num_ranks, GRADIENT_BYTES))
         return exchanged.kept_copies * own + min(own, DDP_BUCKET_BYTES)
 
     @property

@@ -19,7 +19,8 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     """Gradients are views of the communication buckets (`gradient_as_bucket_view`), so the buckets cost
     nothing more; but they live from the first step on, so gradients take no other's place. Updated slices are
     gathered through buffers that hold the model once more, and a slice, when the activations are gone."""
-    tensors = replace(tensors, buffers=tensors.buffers + work.exchange_bytes)
+    if work.layout.exchanged_here is not None:
+        tensors = replace(tensors, buffers=tensors.buffers + work.exchange_bytes)
     if work.layout.mesh.dp_shard > 1:  # FSDP reduces over the replicas what it has scattered, in place
         return tensors
     gradients, buffers = total(tensors.gradients), tensors.buffers
@@ -42,12 +43,12 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     num_ranks, stride = layout.num_replicas, layout.replica_stride
     wire = wire.over(layout.replicas_over(wire.hardware.devices_per_node))
     if layout.mesh.dp_shard > 1:  # travels with what FSDP reduces
-        if layout.exchanged is None:
+        if layout.exchanged_here is None:
             return 0.0
-        return _exchange_seconds(layout.exchanged, passes, wire, layout)
+        return _exchange_seconds(layout.exchanged_here, passes, wire, layout)
     exposed = wire.all_reduce(GRADIENT_BYTES * passes.num_trained_params, num_ranks, stride)
-    if layout.exchanged is not None:
-        exposed = _exchange_seconds(layout.exchanged, passes, wire, layout)
+    if layout.exchanged_here is not None:
+        exposed = _exchange_seconds(layout.exchanged_here, passes, wire, layout)
     elif passes.overlap and layout.mesh.pp == 1:  # a pipeline's are reduced when all its passes are done
         last = wire.all_reduce(
             min(DDP_BUCKET_BYTES, GRADIENT_BYTES * passes.num_trained_params), num_ranks, stride

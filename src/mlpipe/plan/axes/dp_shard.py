@@ -130,7 +130,7 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     rank has its experts only, which it shares with those that have the same ones, if there are any."""
     speed, reshard = wire.hardware.speed, layout.reshard_after_forward
     num_ranks, stride = layout.num_shards, layout.shard_stride
-    num_replicas = layout.num_replicas if layout.exchanged is None else 1  # islands agree otherwise
+    num_replicas = layout.num_replicas if layout.exchanged_here is None else 1  # islands agree otherwise
     block, outside = passes.block_params, passes.outside_params
     reduces_each = layout.reduce_gradients == "every"
     ep = layout.mesh.ep

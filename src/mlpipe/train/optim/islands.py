@@ -68,9 +68,9 @@ class LocalUpdates:
     """An Update of the shards of an island, which `update` updates. What a checkpoint has as the model's
     weights, and what is validated, are the anchors: equal on all islands.
 
-    `due`: fragments on which the islands are about to agree, in the midst of a step. `is_last`: all of them,
-    after the next one. `link`, and `together`, which asks for a mean over it until all islands have it, are
-    set from outside where islands come and go."""
+    `due`: fragments on which the islands are about to agree, in the midst of a step. `tells_all`: on all of
+    them after the next one. `link`, and `together`, which asks for a mean over it until all islands have it,
+    are set from outside where islands come and go."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class LocalUpdates:
         self._anchors = [shard.local.detach().clone() for shard in shards]
         self._parts = [_Part(plan, some, ranks.num_ranks) for some in self._fragments()]
         self.due: list[int] = []
-        self.is_last = False
+        self.tells_all = False
         self.together: Callable[[Callable[[], list[Any]]], list[Any]] = lambda mean: mean()
         self._loads_momentum = self._loads_unsent = True
 
@@ -124,7 +124,7 @@ class LocalUpdates:
     def turns(self, num_steps: int) -> list[int]:
         """The fragments on which all agree after so many steps."""
         every, fragments = self.plan.sync_every, self.plan.fragments
-        if self.is_last:
+        if self.tells_all:
             return list(range(fragments))
         return [one for one in range(fragments) if (num_steps - one * every // fragments) % every == 0]
 

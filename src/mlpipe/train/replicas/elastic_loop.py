@@ -170,12 +170,17 @@ class ElasticLoop(Loop):
             totals[[0, 1, 3]] = self.replicas.totals
         else:
             number, num_islands = self.position.step + 1, self.session.num_replicas
-            islands.is_last = number == self.plan.steps
-            ends = bool(islands.turns(islands.num_steps + 1))
-            told = totals[:4].clone()
+            self.replicas.wants_to_leave = self.any_rank(self.session.stop.requested())
+            told = totals[:5].clone()
             told[2] /= num_islands
-            self.replicas.commit(number - 0.5 if ends else number, told)
-            totals[:4] = told
+            told[4] = float(self.replicas.wants_to_leave)
+
+            def ends() -> bool:  # or the islands have still to agree, as before one of them leaves
+                islands.tells_all = number == self.plan.steps or 0 < told[4].item() < num_islands
+                return not islands.turns(islands.num_steps + 1)
+
+            self.replicas.commit(number, told, ends)
+            totals[:4] = told[:4]
         totals[4] = float(self.replicas.leaves)
         void = totals.new_tensor([float(self.replicas.void)])
         told = torch.cat([totals, void, self.replicas.told])
@@ -183,6 +188,14 @@ class ElasticLoop(Loop):
         totals.copy_(told[:num])
         self.replicas.void = bool(told[num])
         self.replicas.shares.heard(told[num + 1 :].tolist())
+
+    def any_rank(self, is_so: bool) -> bool:
+        """Of this replica."""
+        if self.session.world.size == 1:
+            return is_so
+        said = torch.tensor([float(is_so)])
+        dist.all_reduce(said)
+        return bool(said.item())
 
     def more_fields(self) -> dict[str, Any]:
         """Who is slow, too. What drives the replicas hears of this one from its launcher, and may put another

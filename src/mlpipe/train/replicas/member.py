@@ -12,7 +12,7 @@ from typing import Any
 
 from mlpipe._core.errors import StoreError, TrainError
 from mlpipe.train.replicas.coordinator import BEAT_SECONDS, LOST_SECONDS
-from mlpipe.train.replicas.membership import Message
+from mlpipe.train.replicas.membership import Message, done
 
 # A coordinator that is not there for so long is gone, and no other takes over.
 _RECONNECT_SECONDS = 900.0
@@ -53,7 +53,7 @@ class Member:
             if "members" in reply:
                 self.heard[:2] = reply["quorum"], len(reply["members"])
             elif reply.get("commit"):
-                self.heard[2:] = [fields["quorum"], fields["step"]], reply["leaving"]
+                self.heard[2:] = [fields["quorum"], done(fields)], reply["leaving"]
             return reply
 
     def _ask(self, message: Message, may_leave: Callable[[], bool]) -> Message | None:

@@ -7,8 +7,8 @@ ranks that are there `join` the next one. A step goes through two meetings of al
     ready    all have their gradients: the sum over replicas may begin, and nobody waits in it for a slow one
     vote     all have the sum, or some have not: the step is committed on all of them or on none
 
-Islands (`optim/islands.py`) have four where a round ends: the first two are of half a step, after which they
-have still to agree, and nobody comes or leaves.
+Islands (`optim/islands.py`) have four where a round ends: the first two are of `half` a step, after which
+they have still to agree, and nobody comes or leaves.
 
 A rank that comes to neither says `spoil`, so that nobody waits for it. One that waits in vain and is to leave
 asks to `join` again, with `leaves`, and may.
@@ -28,6 +28,12 @@ from typing import Any
 
 Message = dict[str, Any]
 Rank = tuple[int, int]  # number of the replica, rank within it
+
+
+def done(vote: Message) -> float:
+    """The steps that are, when it counts."""
+    steps: int = vote["step"]
+    return steps - 0.5 if vote.get("half") else steps
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Membership:
                 self._void_for(replica)
             self._form()
             self._release(replica)
-        elif what == "vote" and self.committed == (message["quorum"], message["step"]):
+        elif what == "vote" and self.committed == (message["quorum"], done(message)):
             void = current is None or current.number != message["quorum"]
             self._reply(who, {"commit": True, "void": void, "leaving": self.left})  # it had missed that
         elif what == "vote" and self.inherited and not self.quorums and not self._is_whole(replica):
@@ -162,13 +168,13 @@ class Membership:
                 self._reply(who, {"void": False})
             return
         commit = all(one["ok"] for one in asked.values())
-        ends = commit and message["step"] % 1 == 0
+        ends = commit and not message.get("half")
         leaving = sorted({replica for (replica, _), one in asked.items() if one["leaves"]}) if ends else []
         staying = [replica for replica in members if replica not in leaving]
         newcomers = [replica for replica in self._joined() if replica not in members]
         grows = ends and bool(newcomers) and len(staying) < self.most
         if commit:
-            self.committed, self.left = (self.quorum.number, message["step"]), leaving
+            self.committed, self.left = (self.quorum.number, done(message)), leaving
         void = not commit or grows or bool(leaving)
         for who in asked:
             self._reply(who, {"commit": commit, "void": void, "leaving": leaving})

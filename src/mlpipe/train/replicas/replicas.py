@@ -40,7 +40,8 @@ class Released(Exception):  # no error: too few are there to go on, and this rep
 class Replicas:
     """`validation`: its state, for those who are behind, and how it is taken up. `seconds_per_token`: that
     this rank took in the last step. `shares`: what all members have heard of each other's, in their order,
-    since these take part; nothing is dealt by it. `islands`: where each replica is one."""
+    since these take part; nothing is dealt by it. `islands`: where each replica is one. `wants_to_leave`: as
+    all of its ranks know, since the step began."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Replicas:
         self.seconds_per_token = 0.0
         self.shares = Shares(1)
         self.more_scalars: Callable[[], dict[str, Any]] = dict
+        self.wants_to_leave = False
         self.islands = update if isinstance(update, LocalUpdates) else None
         self.compressed = None if plan.compress is None else CompressedSums(plan.compress)
         if self.compressed is not None:
@@ -138,10 +140,11 @@ class Replicas:
         if self.islands is not None:
             self.islands.link = Link(exchange.ranks)
 
-    def commit(self, number: float, totals: torch.Tensor) -> None:
+    def commit(self, number: int, totals: torch.Tensor, ends: Callable[[], bool] = lambda: True) -> None:
         """Sums gradients and `totals` over the replicas, with what each tells of its last step, or raises
         MembershipChanged with garbage in the gradients, which islands keep for themselves. What a parameter
-        has no gradient of here it may have elsewhere: zeros stand for it."""
+        has no gradient of here it may have elsewhere: zeros stand for it. `ends`: whether the step does with
+        this, as the sums say; else half of it is done."""
         told = torch.zeros(len(self.members), dtype=torch.float64)
         told[self.index] = self.seconds_per_token
         self.totals, self.told = totals, told
@@ -154,7 +157,7 @@ class Replicas:
                 some = []
             self.exchange.sum_([*some, self.totals, self.told])
 
-        self.together(number, sum_)
+        self.together(number, sum_, ends)
         if self.compressed is not None:
             self.compressed.commit()
 
@@ -169,9 +172,9 @@ class Replicas:
                 gradients.append(gradient)
         return gradients
 
-    def together(self, number: float, exchange: Callable[[], T]) -> T:
+    def together(self, number: int, exchange: Callable[[], T], ends: Callable[[], bool] = lambda: True) -> T:
         """What `exchange` gives, once all replicas have come through it. Raises MembershipChanged."""
-        self.session.watchdog.beat("waiting for the other replicas", int(number), waiting=True)
+        self.session.watchdog.beat("waiting for the other replicas", number, waiting=True)
         with self._waiting():
             if self.member.ask("ready", quorum=self.quorum, step=number)["void"]:
                 raise MembershipChanged
@@ -180,8 +183,9 @@ class Replicas:
                 found = exchange()
             except MembershipChanged as error:
                 lost = error
-            leaves, ok = self.session.stop.requested(), lost is None
-            vote = self.member.ask("vote", quorum=self.quorum, step=number, ok=ok, leaves=leaves)
+            leaves = self.session.stop.requested() if self.islands is None else self.wants_to_leave
+            ok, half = lost is None, lost is None and not ends()
+            vote = self.member.ask("vote", quorum=self.quorum, step=number, ok=ok, leaves=leaves, half=half)
             if lost is not None or not vote.get("commit"):
                 raise MembershipChanged
         self.void, self.leaving = vote["void"], vote["leaving"]
