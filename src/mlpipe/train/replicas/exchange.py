@@ -16,6 +16,7 @@ from mlpipe.train.parallel.rank_group import RankGroup
 from mlpipe.train.replicas.member import Member
 
 _BUCKET_BYTES = 25 * 2**20
+_PIECE_BYTES = 4 * 2**20  # of what islands tell, over slower links
 # An operation begins when all are ready for it: what takes longer has lost somebody. The slowest link that
 # is waited for carries so many bytes a second.
 _LOST_SECONDS = 15.0
@@ -32,6 +33,7 @@ class Exchange:
     def __init__(self, member: Member, quorum: int, index: int, size: int) -> None:
         """Raises MembershipChanged."""
         self._group: dist.ProcessGroup | None = None
+        self._member = member
         self.ranks = _Ranks(index, size, None, lambda function: function, self._do)
         if size > 1:
             seconds = _LOST_SECONDS + _BUCKET_BYTES / _LEAST_BYTES_PER_SECOND
@@ -69,6 +71,7 @@ class Exchange:
 
     def _do(self, what: str, *arguments: Any) -> None:
         self._try(lambda: getattr(self._group, what)(*arguments).wait())
+        self._member.beat()  # who has come so far is not stuck
 
     def _try(self, action: Any) -> Any:
         try:
@@ -87,7 +90,7 @@ class _Ranks(RankGroup):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """As over any ranks."""
-        for part in tensor.split(_BUCKET_BYTES // tensor.element_size()) if self.num_ranks > 1 else ():
+        for part in tensor.split(_PIECE_BYTES // tensor.element_size()) if self.num_ranks > 1 else ():
             self.do("allreduce", [part])
         return tensor
 
