@@ -3,6 +3,7 @@ at a point of a round that is chosen; what they learn is what a simulation says.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -144,18 +145,49 @@ class Simulated:
             one.weights = self.anchor.clone()
 
 
+def around(monkeypatch: pytest.MonkeyPatch, num_replicas: int) -> Membership:
+    """A coordinator that the islands of this process find."""
+    membership = Membership(1, 1, num_replicas, 2)
+    monkeypatch.setenv("MLPIPE_COORDINATOR", Coordinator(membership, "127.0.0.1", 300.0).where)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(elastic_loop.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(Loop, "step", mini_step)
+    return membership
+
+
+def test_who_was_away_while_the_others_agreed_takes_no_outer_step_of_its_own(monkeypatch):
+    """Replica 1 loses its connection when it is about to agree in step 3, and comes back when replica 0 has
+    gone on alone."""
+    membership, started = around(monkeypatch, 2), {}
+
+    def away() -> None:
+        started[1].replicas.member._socket.shutdown(socket.SHUT_RDWR)
+        until(lambda: membership.committed >= (3, 5), "steps of the other one")
+
+    def at(where: str) -> None:
+        if where == "step 8":  # not the end before it is back
+            until(lambda: 1 in membership._joined() or len(membership.quorums) > 3, "its return")
+
+    plan = IslandsPlan(3, outer_lr=0.7, outer_momentum=0.5)
+    started[0] = Island(0, plan, at)
+    started[1] = Island(1, plan, lambda where: away() if where == "round 3" else None)
+    found = [started[number].end() for number in (0, 1)]
+    assert torch.equal(*found)
+    assert [started[number].loop.position.samples for number in (0, 1)] == 2 * [STEPS * BATCH]
+    assert [number for number, *_ in started[0].loop.taken] == list(range(1, STEPS + 1))
+    steps = [number for number, *_ in started[1].loop.taken]
+    assert steps[:3] == [1, 2, 3]
+    assert steps[3:] == list(range(int(membership.quorums[-1].step) + 1, STEPS + 1))
+    assert steps[3] > 5
+
+
 @pytest.mark.parametrize("compress", [None, "int8"])
 def test_who_dies_or_comes_in_the_middle_of_a_round_costs_the_others_nothing(compress, monkeypatch):
     """Rounds of 3. Replica 1 dies in step 5, replica 2 comes after step 7 and dies when all are about to
     agree in step 9, of which replica 3 hears, who has waited, in the midst. It is told to stop in step 10,
     and tells what it has learnt before it leaves. The last round ends early."""
     plan = IslandsPlan(3, outer_lr=0.7, outer_momentum=0.5, compress=compress)
-    membership = Membership(1, 1, 3, 2)
-    coordinator = Coordinator(membership, "127.0.0.1", 300.0)
-    monkeypatch.setenv("MLPIPE_COORDINATOR", coordinator.where)
-    monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr(elastic_loop.dist, "all_reduce", lambda tensor: None)
-    monkeypatch.setattr(Loop, "step", mini_step)
+    membership = around(monkeypatch, 3)
     started: dict[int, Island] = {}
 
     def waits(number: int) -> None:
@@ -192,6 +224,8 @@ def test_who_dies_or_comes_in_the_middle_of_a_round_costs_the_others_nothing(com
     ]
     assert [started[number].begun_at for number in (2, 3)] == [7, 8]
     assert started[3].loop.taken == [(10, 1, 2)]
+    assert started[3].loop.position.samples == 10 * BATCH
+    assert not started[3].loop.released, "it left with the step, nobody being lost"
     assert started[0].loop.owes[7] == (compress is not None)
     assert not started[2].loop.owes[0], "what another one owes"
     assert [one.members for one in membership.quorums] == [(0, 1), (0, 1), (0,), (0, 2), (0, 3), (0,)]
