@@ -13,7 +13,7 @@ import torch
 from kit import plans
 from kit.thread_ranks import on_ranks
 
-from mlpipe.plan.plan import IslandsPlan, OptimizerPlan, Replicas, ValidatePlan
+from mlpipe.plan.plan import CallbackPlan, IslandsPlan, OptimizerPlan, Replicas, ValidatePlan
 from mlpipe.store import replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.optim.islands import LocalUpdates
@@ -22,7 +22,7 @@ from mlpipe.train.optim.sender import Sender
 from mlpipe.train.shards import LocalShard
 
 pytestmark = pytest.mark.torch
-STEPS = 8
+STEPS, KILLED_AFTER = 8, 5
 DILOCO = IslandsPlan(sync_every=3, outer_lr=0.7, outer_momentum=0.5, compress="int8", fragments=2)
 STALE = replace(DILOCO, staleness=2)
 
@@ -166,7 +166,9 @@ def trained(tmp_path_factory):
     ]
     plans.run_together(of_four, folder / "four")
     coming = {"strategy": "single", "world_size": 1, "micro_batch": 16}
-    elastic = plan_of("elastic", DILOCO, launch={"replicas": Replicas(2, 3)}, **coming)
+    kill = CallbackPlan("kit.heard:Kills", {"rank": 1, "step": KILLED_AFTER}, "all")
+    launch = {"replicas": Replicas(2, 3), "max_restarts": 1}
+    elastic = plan_of("elastic", DILOCO, launch=launch, callbacks=(kill,), **coming)
     replicas.want(FolderStore(store), elastic.attempt_key, 2)
     assert plans.launch(elastic, folder / "elastic") == 0, plans.log_of(folder / "elastic")
     of_four.append(elastic)
@@ -213,12 +215,23 @@ def test_an_island_may_be_several_workers(trained) -> None:
     assert plans.losses(store, made["hsdp", 1]) == pytest.approx(pair, rel=1e-4)
 
 
-def test_islands_that_may_come_and_go_learn_the_same(trained) -> None:
-    """To the bit while nobody does."""
+def test_islands_that_come_and_go_learn_the_same(trained) -> None:
+    """To the bit until one is killed in the middle of a round. The other one does not begin again, and heals
+    it when it is back."""
     made, store = trained
     for field in ("loss", "grad_norm", "rounds", "exchanged_bytes", "exchanged_plain_bytes"):
         fixed, elastic = (plans.by_step(store, made[name, 1], field) for name in ("diloco", "elastic"))
-        assert elastic == fixed, field
+        assert elastic[:KILLED_AFTER] == fixed[:KILLED_AFTER], field
+        assert len(elastic) == STEPS
+    plain, islands = (plans.losses(store, made[name, 1]) for name in ("adamw", "elastic"))
+    assert islands == pytest.approx(plain, rel=0.03)
+    found = [plans.records(store, made["elastic", 1], rank) for rank in range(2)]
+    starts = [[one for one in records if one["kind"] == "start"] for records in found]
+    assert [[one["start_step"] for one in of_one] for of_one in starts] == [[0], [0, KILLED_AFTER]]
+    assert not starts[1][1]["resumed_from"], "healed by a peer, not by the store"
+    for records in found:
+        steps = [one["step"] for one in records if one["kind"] == "step"]
+        assert steps == list(range(1, STEPS + 1)), "no step lost, none twice"
 
 
 @pytest.mark.combines("dp_replicate", "update async")
