@@ -75,13 +75,18 @@ def command(
                 "strategies": [asdict(each) for each in candidates],
                 "plan": plan.to_plain(),
             }
-        if where.groups and (explain or nodes or groups or budget_usd is not None or deadline):
+        if where.groups and (nodes or groups or budget_usd is not None or deadline):
             raise PlanError(
-                "--explain, --nodes, --groups, --budget-usd and --deadline are of machines of one class",
+                "--nodes, --groups, --budget-usd and --deadline are of machines of one class",
                 where=f"stage {name!r}",
                 hint="leave them away, or compare with one class: --set STAGE.resources={...}",
             )
         lines = _lines(pipeline, plan, candidates, where)
+        if where.groups and explain:
+            from mlpipe.plan.training import explain_groups
+
+            document["explanation"] = told = explain_groups(pipeline, name, where, shape)
+            lines += ["", *(f"  {line}" for line in told), ""]
         if network is not None:
             document["network"] = network
             lines.append(f"  network: {network}")

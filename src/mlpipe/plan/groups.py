@@ -18,6 +18,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import too_few_samples
 from mlpipe._core.meshes import across_classes
 from mlpipe._core.pipelines import why_not
+from mlpipe._core.units import format_step_seconds
 from mlpipe.kinds.train.spec import Context, MeshSizes, Train
 from mlpipe.plan.candidates import (
     enumerate_candidates,
@@ -80,6 +81,66 @@ def deal(
 ) -> tuple[Candidate, MixedPlan]:
     """The fastest way on the groups of `hardware`, as their least machine would do it, and what each of
     them has of a step. `shape`: None for a model whose size nobody knows. Raises PlanError."""
+    found, whys = _found(spec, shape, hardware, where)
+    if not found:
+        raise PlanError(
+            "no strategy whose workers may have unequal shares fits in the memory of each group: "
+            + "; ".join(whys.values()),
+            where=where,
+            hint="leave the smallest group out, or plan one class alone",
+        )
+    return _best(found)
+
+
+def explain(spec: Train, shape: ModelShape | None, hardware: Hardware) -> list[str]:
+    """Why it is done so, in lines: all that was tried, best first, what did not fit, and each group alone.
+    Raises PlanError."""
+    found, whys = _found(spec, shape, hardware, None)
+    chosen = _best(found) if found else None
+    lines = []
+    for way in sorted(found, key=lambda one: one[1].step_seconds or math.inf):
+        candidate, mixed = way
+        step, even = (format_step_seconds(one or 0.0) for one in (mixed.step_seconds, mixed.even_seconds))
+        told = f": a step of {step}, with equal shares {even}" if mixed.step_seconds is not None else ""
+        lines.append(f"{_name(candidate)}{told}{' <- chosen' if way is chosen else ''}")
+    lines += whys.values()
+    if shape is not None:
+        lines += [f"alone, {_alone(spec, shape, one)}" for one in hardware.groups]
+    return lines
+
+
+def _name(candidate: Candidate) -> str:
+    sizes = asdict(candidate.mesh) if candidate.mesh is not None else {}
+    axes = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return f"{candidate.strategy} ({', '.join(axes)})"
+
+
+def _alone(spec: Train, shape: ModelShape, group: Hardware) -> str:
+    """What its machines would do with the whole batch, without the others."""
+    group = replace(group, relative_speed=None)
+    try:
+        best, _ = pick(spec.model_copy(update={"strategy": "auto", "mesh": None}), shape, group)
+    except PlanError as error:
+        return f"{group}: {error.message}"
+    if not best.fits:
+        return f"{group}: {best.reason}"
+    cost = best.usd_per_million_tokens
+    price = "" if cost is None else f", {cost:.3f} USD per million tokens"
+    return f"{group}: {_name(best)}, a step of {format_step_seconds(best.step_seconds)}{price}"
+
+
+_Found = list[tuple[Candidate, MixedPlan]]
+
+
+def _best(found: _Found) -> tuple[Candidate, MixedPlan]:
+    least = min(mixed.step_seconds or math.inf for _, mixed in found)
+    return next(one for one in found if (one[1].step_seconds or math.inf) <= least * _EQUAL_RATIO)
+
+
+def _found(
+    spec: Train, shape: ModelShape | None, hardware: Hardware, where: str | None
+) -> tuple[_Found, dict[str, str]]:
+    """What fits, the least split first, and why others do not. Raises PlanError."""
     own = own_mesh(spec, shape, hardware)
     num_readers = hardware.world_size if own is None else own.num_data_ranks
     if own is None and is_searched(spec) and shape is not None:
@@ -88,7 +149,7 @@ def deal(
     names: tuple[Strategy, ...] = tuple(ORDER) if spec.strategy == "auto" else (spec.strategy,)
     if spec.strategy == "auto" and own is not None:
         names = (cast(Strategy, strategy_of(own)),)
-    found: list[tuple[Candidate, MixedPlan]] = []
+    found: _Found = []
     whys: dict[str, str] = {}
     for name in names:
         for laid_out in _layouts(spec, hardware, name):
@@ -97,22 +158,14 @@ def deal(
             _try(laid_out, shape, hardware, name, found, whys)
     if is_searched(spec) and shape is not None:
         least = min((mixed.step_seconds or math.inf for _, mixed in found), default=math.inf)
-        others: list[tuple[Candidate, MixedPlan]] = []
+        others: _Found = []
         for name, mesh in _other_axes(spec, shape, hardware):
             _try(_with_mesh(spec, mesh), shape, hardware, name, others, {})
             if len(others) == _MOST_FITTING:
                 break
         # a mesh with more axes has to win by more than the model's own error
         found += [one for one in others if (one[1].step_seconds or 0.0) <= least / (1 + MODEL_ERROR)]
-    if not found:
-        raise PlanError(
-            "no strategy whose workers may have unequal shares fits in the memory of each group: "
-            + "; ".join(whys.values()),
-            where=where,
-            hint="leave the smallest group out, or plan one class alone",
-        )
-    least = min(mixed.step_seconds or math.inf for _, mixed in found)
-    return next(one for one in found if (one[1].step_seconds or math.inf) <= least * _EQUAL_RATIO)
+    return found, whys
 
 
 def _try(
@@ -120,7 +173,7 @@ def _try(
     shape: ModelShape | None,
     hardware: Hardware,
     name: Strategy,
-    found: list[tuple[Candidate, MixedPlan]],
+    found: _Found,
     whys: dict[str, str],
 ) -> None:
     """Adds to one of the last two."""
@@ -194,7 +247,7 @@ def _ways(spec: Train, shape: ModelShape | None, hardware: Hardware, strategy: s
         try:
             best, _ = pick(spec, shape, one)
         except PlanError as error:
-            return f"{strategy}: {error.message}"
+            return error.message if error.message.startswith(strategy) else f"{strategy}: {error.message}"
         if not best.fits or best.mesh is None:
             return f"{strategy} {best.reason} on {one.name}"
         if not ways:  # which decides for the others

@@ -192,6 +192,16 @@ def compare(
     return rank(enumerate_candidates(_with_chat(spec, known), shape_of(spec, known, traced), hardware))
 
 
+def explain_groups(
+    pipeline: Pipeline, stage_name: str, hardware: Hardware, traced: Traced | None = None
+) -> list[str]:
+    """Of a training on groups of machines that differ, why it is done so. Raises PlanError."""
+    from mlpipe.plan import groups
+
+    spec = training_of(pipeline, stage_name)
+    return groups.explain(_with_chat(spec, {}), shape_of(spec, {}, traced), hardware)
+
+
 def meaning_of(pipeline: Pipeline, stage_name: str, inputs: Mapping[str, str]) -> dict[str, Any]:
     """What the training of a stage is about, on any hardware (see `plan/meaning.py`); `inputs` as of
     `build_plan`. Raises PlanError."""

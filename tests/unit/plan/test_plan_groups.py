@@ -17,7 +17,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.scaling import scale_stage
 from mlpipe.plan.shares import bounds
 from mlpipe.plan.slurm import slurm_job
-from mlpipe.plan.training import compare
+from mlpipe.plan.training import compare, explain_groups
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.submit.kubernetes.objects import made_of
 from mlpipe.submit.kubernetes.placement import num_pods
@@ -54,7 +54,7 @@ def test_groups_of_one_class_are_one_gang_of_it():
     assert found.step_seconds == pytest.approx(row.best.step_seconds, rel=0.12)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 4), st.sampled_from(["H200", "H100-80GB", "A100-80GB", "A100-40GB"])),
@@ -168,6 +168,23 @@ def test_axes_within_a_class_are_found_where_data_parallelism_does_not_fit_the_l
     train = plan_of(pipeline_of("llm", IN_FILE % "A100-40GB"), "train").work.training
     assert train.mesh.tp > 1
     assert train.groups[1].memory_bytes < 40 * 2**30
+
+
+def test_what_was_tried_and_what_each_group_would_do_alone_is_told():
+    """Also of two groups that are worth less together than one of them."""
+    pipeline = pipeline_of("llm", IN_FILE % "A100-80GB", "train.strategy=zero2")
+    hardware = stage_hardware(pipeline, "train", cluster=True)
+    first, *alone = explain_groups(pipeline, "train", hardware)
+    assert first.startswith("zero2 (dp_shard 48): a step of ")
+    assert first.endswith(" <- chosen")
+    assert [line.partition(": ")[0] for line in alone] == [
+        "alone, 2 nodes x 8 x H200",
+        "alone, 4 nodes x 8 x A100-80GB",
+    ]
+    small = pipeline_of("llm", IN_FILE % "T4", "train.precision=fp32")
+    told = explain_groups(small, "train", stage_hardware(small, "train", cluster=True))
+    assert not any("chosen" in line for line in told)
+    assert any(line.startswith("zero2 needs ") and line.endswith(" on T4") for line in told)
 
 
 def test_an_evaluation_of_such_a_training_runs_on_its_first_group_and_nothing_else_is_said_of_them():
