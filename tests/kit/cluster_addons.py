@@ -27,10 +27,14 @@ _STAGES = ("node/fast", "pod/fast")  # kwok looks at no node, nor at its pods, w
 
 
 class Addons:
-    """Each method starts one, in a folder of its name below `folder`, and returns it ready."""
+    """Each method starts one, in a folder of its name below `folder`, and returns it ready. `shift`: added to
+    all ports, where another cluster's are in this network."""
 
-    def __init__(self, folder: Path, control: ControlPlane, namespaces: Namespaces, kubectl: Kubectl) -> None:
+    def __init__(
+        self, folder: Path, control: ControlPlane, namespaces: Namespaces, kubectl: Kubectl, shift: int = 0
+    ) -> None:
         self._folder, self._control, self._namespaces, self._kubectl = folder, control, namespaces, kubectl
+        self._shift = shift
 
     def jobset(self) -> Process:
         folder = self._new_folder("jobset")
@@ -56,12 +60,17 @@ class Addons:
         self._create(hooks)
         return process
 
-    def kueue(self) -> Process:
+    def jobset_kinds(self) -> None:
+        """For a Kueue that has others run them."""
+        self._create_crds(manifests("jobset") / "config/components/crd/bases")
+
+    def kueue(self, multikueue: dict[str, Any] | None = None) -> Process:
         """For Jobs, JobSets and TrainJobs with the queue label; needs JobSet. Where it was there before
-        Trainer it looks for that now and then: `restart_kueue`."""
+        Trainer it looks for that now and then: `restart_kueue`. `multikueue`: of a manager."""
         folder = self._new_folder("kueue")
         source = manifests("kueue") / "config/components"
-        conversion = {"conversionReviewVersions": ["v1"], "clientConfig": self._client(9444, "/convert")}
+        port, health, metrics = (self._shift + one for one in (9444, 8082, 8444))
+        conversion = {"conversionReviewVersions": ["v1"], "clientConfig": self._client(port, "/convert")}
         self._create_crds(source / "crd/bases", dict.fromkeys(_KUEUE_CONVERTS, conversion))
         self._create([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kueue-system"}}])
         self._serve(folder / "certificates", "kueue")
@@ -72,15 +81,17 @@ class Addons:
             "kind": "Configuration",
             "leaderElection": {"leaderElect": False},
             "internalCertManagement": {"enable": False},
-            "webhook": {"host": "127.0.0.1", "port": 9444, "certDir": str(folder / "certificates")},
-            "health": {"healthProbeBindAddress": "127.0.0.1:8082"},
-            "metrics": {"bindAddress": "127.0.0.1:8444"},
-            "featureGates": {"VisibilityOnDemand": False, "MultiKueue": False},
-            "integrations": {"frameworks": list(_KUEUE_FRAMEWORKS)},
+            "webhook": {"host": "127.0.0.1", "port": port, "certDir": str(folder / "certificates")},
+            "health": {"healthProbeBindAddress": f"127.0.0.1:{health}"},
+            "metrics": {"bindAddress": f"127.0.0.1:{metrics}"},
+            "featureGates": {"VisibilityOnDemand": False, "MultiKueue": multikueue is not None},
+            # a manager waits for workers that have all kinds of its own
+            "integrations": {"frameworks": list(_KUEUE_FRAMEWORKS[: None if multikueue is None else 2])},
+            **({} if multikueue is None else {"multiKueue": multikueue}),
         }
         process = self._start("kueue", [f"--config={_json(folder, config)}"], {}, etc=folder / "etc")
-        self._wait_until_answers(process, "http://127.0.0.1:8082/readyz")
-        hooks = self._webhooks(source, "kueue", 9444)
+        self._wait_until_answers(process, f"http://127.0.0.1:{health}/readyz")
+        hooks = self._webhooks(source, "kueue", port)
         for one in hooks:
             # the others are for kinds that this cluster lacks, or would stand before every pod
             one["webhooks"] = [hook for hook in one["webhooks"] if hook["name"][1:-6] in _KUEUE_HOOKS]

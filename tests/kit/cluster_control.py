@@ -89,9 +89,10 @@ class Certificates:
             extensions.append(f"subjectAltName={','.join(addresses)}")
         return self._request(name, subject, extensions, "-CA", self.ca, "-CAkey", self.folder / "ca.key")
 
-    def kubeconfig(self, path: Path, certificate: tuple[Path, Path]) -> Path:
+    def kubeconfig(self, path: Path, certificate: tuple[Path, Path], server: str = SERVER) -> Path:
         cert, key = certificate
-        return write_kubeconfig(path, self.ca, {"client-certificate": str(cert), "client-key": str(key)})
+        user = {"client-certificate": str(cert), "client-key": str(key)}
+        return write_kubeconfig(path, self.ca, user, server=server)
 
     def _request(self, name: str, subject: str, extensions: list[str], *more: object) -> tuple[Path, Path]:
         cert, key = self.folder / f"{name}.crt", self.folder / f"{name}.key"
@@ -109,12 +110,14 @@ class Certificates:
             raise ClusterError(f"openssl {arguments[0]}: {done.stderr}")
 
 
-def write_kubeconfig(path: Path, ca: Path, user: Mapping[str, str], namespace: str = "default") -> Path:
+def write_kubeconfig(
+    path: Path, ca: Path, user: Mapping[str, str], namespace: str = "default", server: str = SERVER
+) -> Path:
     context = {"cluster": "test", "user": "test", "namespace": namespace}
     content = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "test", "cluster": {"server": SERVER, "certificate-authority": str(ca)}}],
+        "clusters": [{"name": "test", "cluster": {"server": server, "certificate-authority": str(ca)}}],
         "users": [{"name": "test", "user": dict(user)}],
         "contexts": [{"name": "test", "context": context}],
         "current-context": "test",
@@ -126,14 +129,16 @@ def write_kubeconfig(path: Path, ca: Path, user: Mapping[str, str], namespace: s
 
 class ControlPlane:
     """Starts on `start`. `kubeconfig`: of a member of system:masters. `grace_seconds`: without a sign of
-    life, a node is not Ready any more."""
+    life, a node is not Ready any more. `port`: of the API server; etcd has the two above 2379 - 443 + it."""
 
-    def __init__(self, folder: Path, namespaces: Namespaces, grace_seconds: int) -> None:
-        self.folder, self._namespaces = folder, namespaces
+    def __init__(self, folder: Path, namespaces: Namespaces, grace_seconds: int, port: int = 443) -> None:
+        self.folder, self._namespaces, self._port = folder, namespaces, port
+        self.server = SERVER if port == 443 else f"{SERVER}:{port}"
+        self._etcd = [f"http://127.0.0.1:{2379 - 443 + port + number}" for number in (0, 1)]
         folder.mkdir()
         self.certificates = Certificates(folder / "certificates")
         self.admin = self.certificates.issue("admin", "/O=system:masters/CN=admin")
-        self.kubeconfig = self.certificates.kubeconfig(folder / "admin.kubeconfig", self.admin)
+        self.kubeconfig = self.certificates.kubeconfig(folder / "admin.kubeconfig", self.admin, self.server)
         self._pool = urllib3.PoolManager(
             retries=False,
             timeout=10.0,
@@ -142,7 +147,16 @@ class ControlPlane:
             cert_file=str(self.admin[0]),
             key_file=str(self.admin[1]),
         )
-        self.etcd = self._process("etcd", [tool("etcd"), *_flags({"data-dir": folder / "etcd"})])
+        clients, peers = self._etcd
+        etcd = {
+            "data-dir": folder / "etcd",
+            "listen-client-urls": clients,
+            "advertise-client-urls": clients,
+            "listen-peer-urls": peers,
+            "initial-advertise-peer-urls": peers,
+            "initial-cluster": f"default={peers}",
+        }
+        self.etcd = self._process("etcd", [tool("etcd"), *_flags(etcd)])
         self.apiserver = self._process(
             "kube-apiserver", [binary("kube"), "kube-apiserver", *self._apiserver()]
         )
@@ -173,6 +187,14 @@ class ControlPlane:
         self.start_api()
         for process in self._others:
             process.start()
+
+    def start_collector(self) -> None:
+        """Of the controllers only those that a cluster without nodes needs: what nobody owns goes."""
+        wanted = ("garbage-collector-controller", "namespace-controller")
+        flags = {"kubeconfig": self.kubeconfig, "leader-elect": "false", "secure-port": 0}
+        flags["controllers"] = ",".join(wanted)
+        command = [binary("kube"), "kube-controller-manager", *_flags(flags)]
+        self._others = [self._process("kube-controller-manager", command).start()]
 
     def stop(self) -> None:
         self._pool.clear()
@@ -208,7 +230,7 @@ class ControlPlane:
             path, body = request[0], json.dumps(request[1])
             headers = {"Content-Type": "application/json"}
             with self._namespaces.inside():
-                answer = self._pool.request(method, f"{SERVER}{path}", body=body, headers=headers)
+                answer = self._pool.request(method, f"{self.server}{path}", body=body, headers=headers)
             if answer.status >= 300:
                 raise ClusterError(f"{method} {path}: {answer.status} {answer.data[:500].decode()}")
 
@@ -219,7 +241,7 @@ class ControlPlane:
         """Status (0: no answer) and body of a GET as the administrator."""
         with self._namespaces.inside():
             try:
-                answer = self._pool.request("GET", f"{SERVER}{path}")
+                answer = self._pool.request("GET", f"{self.server}{path}")
             except urllib3.exceptions.HTTPError:
                 return 0, ""
         return answer.status, answer.data.decode()
@@ -291,14 +313,16 @@ class ControlPlane:
         policy.write_text(json.dumps(_AUDIT))
         return _flags(
             {
-                "etcd-servers": "http://127.0.0.1:2379",
+                "etcd-servers": self._etcd[0],
                 "bind-address": "0.0.0.0",
-                "secure-port": 443,
+                "secure-port": self._port,
                 "advertise-address": ADDRESS,
                 "service-cluster-ip-range": _SERVICES,
                 "authorization-mode": "Node,RBAC",
                 "enable-admission-plugins": "NodeRestriction",
                 "allow-privileged": "true",
+                # Debian 12's etcd cannot: else a watch without a version, as MultiKueue's, ends at once
+                "feature-gates": "WatchList=false",
                 "audit-policy-file": policy,
                 "audit-log-path": self.folder / "audit.log",
                 "client-ca-file": self.certificates.ca,

@@ -35,15 +35,16 @@ __all__ = ["driver_objects", "gang_name", "labels", "replica_object", "stage_obj
 # Of the pods' names: the JobSet's job and its replica, between the gang's name and the index
 _OF_JOBSET = {"jobset": f"{CONTAINER}-0-", "trainjob": f"{TRAINJOBS_CONTAINER}-0-"}
 MAX_CONFIG_BYTES = 2**20  # of a ConfigMap's data
+MAX_IN_POD_BYTES = 128 * 2**10  # half of what all annotations of a pod may have
 DRIVER_RETRIES = 100  # a driver that starts anew takes over where the last one was
 COORDINATOR_RETRIES = 100  # its node may be lost, drained or taken back now and then
 Json = dict[str, Any]
 
 
 def stage_objects(plan: Plan) -> list[Json]:
-    """A ConfigMap with the plan, what the gang needs beside it, and the Job, JobSet or TrainJob; none for a
-    stage that the driver does itself. Of an elastic training: the coordinator's Job, then one for each
-    replica. Raises RenderError."""
+    """A ConfigMap with the plan, unless the pods bring it, what the gang needs beside it, and the Job, JobSet
+    or TrainJob; none for a stage that the driver does itself. Of an elastic training: the coordinator's Job,
+    then one for each replica. Raises RenderError."""
     cluster = plan.cluster
     if cluster is None:
         raise RenderError(
@@ -61,18 +62,20 @@ def stage_objects(plan: Plan) -> list[Json]:
             where=plan.stage,
             hint="shorten the arguments of the stage, or read them from a file",
         )
-    config = names.config_name(name, text)
-    objects: list[Json] = [
-        {**_head("v1", "ConfigMap", config, cluster, own), "immutable": True, "data": {"plan.json": text}}
-    ]
+    form = cluster.form if is_gang(plan) else "job"
+    config, objects = None, []
+    if not _brings_plan(plan, cluster, form, text):
+        config = names.config_name(name, text)
+        head = _head("v1", "ConfigMap", config, cluster, own)
+        objects.append({**head, "immutable": True, "data": {"plan.json": text}})
     if cluster.gpu_claims is not None:
         objects.append(_claim_template(cluster.gpu_claims, name, cluster, own))
     if plan.launch.replicas is not None:
+        assert config is not None
         count = plan.launch.replicas.most
         objects.append(_coordinator_job(plan, name, cluster, own, config))
         objects += [_replica_job(plan, number, cluster, own, config) for number in range(count)]
         return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
-    form = cluster.form if is_gang(plan) else "job"
     first = f"{name}-{_OF_JOBSET.get(form, '')}0.{name}"
     pod_labels = own | {"sidecar.istio.io/inject": "false"}
     template = worker_template(plan, cluster, pod_labels, config, first)
@@ -90,6 +93,13 @@ def stage_objects(plan: Plan) -> list[Json]:
     of_form = {"jobset": _jobset, "trainjob": _trainjob}.get(form, _job)
     objects.append(of_form(plan, name, cluster, own, template))
     return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
+
+
+def _brings_plan(plan: Plan, cluster: ClusterPlan, form: str, text: str) -> bool:
+    """Whether the pods have the plan with them: the queue may be one of MultiKueue's, which sends a gang to
+    another cluster, and nothing else."""
+    alone = cluster.queue is not None and plan.launch.replicas is None and form in ("job", "jobset")
+    return alone and len(text.encode()) * max(1, len(cluster.groups)) <= MAX_IN_POD_BYTES
 
 
 def replica_object(plan: Plan, number: int, avoid: Sequence[str] = ()) -> Json:
@@ -228,7 +238,7 @@ def _job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], templ
 
 
 def _jobset_of_groups(
-    plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], of_pod: tuple[str, str]
+    plan: Plan, name: str, cluster: ClusterPlan, own: dict[str, str], of_pod: tuple[str | None, str]
 ) -> Json:
     """A job for each group, whose first node has the number that follows the last one of the group before.
     `of_pod`: ConfigMap and rendezvous."""

@@ -21,6 +21,7 @@ RUN, STAGE, ATTEMPT = f"{PREFIX}/run", f"{PREFIX}/stage", f"{PREFIX}/attempt"
 REPLICA = f"{PREFIX}/replica"  # label: the number of a replica of an elastic training
 PULLS = f"{PREFIX}/pulls"  # label: of pods that fetch the image of this stage
 SPEC_DIGEST = f"{PREFIX}/spec-digest"  # annotation: of the object itself, see `render/kubernetes.py`
+PLAN = f"{PREFIX}/plan"  # annotation: of a pod that brings its plan along
 VERSION = "app.kubernetes.io/version"  # label: of the mlpipe that made it
 PIPELINE_DIGEST = f"{PREFIX}/pipeline-digest"  # annotation: of the resolved pipeline
 QUEUE = "kueue.x-k8s.io/queue-name"  # label: Kueue's LocalQueue

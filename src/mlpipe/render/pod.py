@@ -15,7 +15,7 @@ from mlpipe._core import environment
 from mlpipe._core.errors import RenderError
 from mlpipe.plan.cluster import ClusterPlan, Component, PodNetwork, SecretKey
 from mlpipe.plan.plan import Plan, TrainPlan
-from mlpipe.render.names import gang_name
+from mlpipe.render.names import PLAN, gang_name
 
 PLAN_FOLDER, SCRATCH, CACHE = "/mlpipe/plan", "/mlpipe/scratch", "/mlpipe/cache"
 CA_FOLDER, IDENTITY_FOLDER, NETWORK_FOLDER = "/mlpipe/ca", "/mlpipe/identity", "/mlpipe/network"
@@ -56,8 +56,11 @@ def escaped(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str, rendezvous: str) -> Json:
-    """The pod template of a stage. `config`: ConfigMap with the plan. `rendezvous`: host of the first pod."""
+def worker_template(
+    plan: Plan, cluster: ClusterPlan, labels: Json, config: str | None, rendezvous: str
+) -> Json:
+    """The pod template of a stage. `config`: ConfigMap with the plan; None: the pods bring it along.
+    `rendezvous`: host of the first pod."""
     options = ["--plan", f"{PLAN_FOLDER}/plan.json", "--scratch", SCRATCH]
     container = _container(cluster, CONTAINER, ["-m", plan.kind.module, *options])
     container["env"] = _worker_env(plan, cluster, rendezvous)
@@ -78,7 +81,9 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
     account = cluster.service_account
     disk_bytes = cluster.disk_bytes or DISK_LIMIT_BYTES
     spec = _pod_spec(plan.store_url, cluster, container, account, disk_bytes, token=False)
-    _mount(spec, "plan", PLAN_FOLDER, {"configMap": {"name": config}}, read_only=True)
+    own_plan = {"path": "plan.json", "fieldRef": {"fieldPath": f"metadata.annotations['{PLAN}']"}}
+    source = {"downwardAPI": {"items": [own_plan]}} if config is None else {"configMap": {"name": config}}
+    _mount(spec, "plan", PLAN_FOLDER, source, read_only=True)
     own = _own_volume(cluster)
     _mount(spec, "scratch", SCRATCH, own or _empty(disk_bytes), "scratch" if own else None)
     shm = {"medium": "Memory", "sizeLimit": quantity(cluster.shm_bytes)}
@@ -93,6 +98,8 @@ def worker_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str,
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
         "karpenter.sh/do-not-disrupt": "true",
     }
+    if config is None:
+        annotations[PLAN] = plan.to_json()
     if cluster.network is not None:
         _network(spec, annotations, cluster.network)
     return {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}

@@ -95,11 +95,16 @@ def elsewhere(plan: Plan, outcomes: Sequence[AttemptOutcome]) -> Ended | None:
     return replace(ended_by(fault), lost=len(plan.launch.avoid) < MOST_AVOIDED)
 
 
+def outcome_keys(plan: Plan) -> list[str]:
+    """One for each node. A launcher deletes its own when it begins, and writes it when it ends."""
+    names = [f"outcome-node-{index}.json" for index in range(1, plan.launch.num_nodes)]
+    return [f"{plan.attempt_key}/{name}" for name in ("outcome.json", *names)]
+
+
 def outcomes_of(store: Store, plan: Plan) -> list[AttemptOutcome]:
     """Of all nodes' launchers, as far as they left any; but the stage is done when the first node says so,
     which has its output: that another one is says nothing."""
-    names = [f"outcome-node-{index}.json" for index in range(1, plan.launch.num_nodes)]
-    first, *others = (read_outcome(store, f"{plan.attempt_key}/{name}") for name in ("outcome.json", *names))
+    first, *others = (read_outcome(store, key) for key in outcome_keys(plan))
     outcomes = [first, *(one for one in others if one is not None and one.outcome != "done")]
     return [outcome for outcome in outcomes if outcome is not None]
 

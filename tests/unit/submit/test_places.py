@@ -298,7 +298,10 @@ def queues(server: Any, *, quota: int, used: int, pending: int = 0, controller: 
     status = {"pendingWorkloads": pending, "flavorsReservation": [taken]}
     server.put("clusterqueues", {"metadata": {"name": "all"}, "spec": spec, "status": status})
     check = {"metadata": {"name": "check"}, "spec": {"controllerName": f"kueue.x-k8s.io/{controller}"}}
+    check["spec"]["parameters"] = {"kind": "MultiKueueConfig", "name": "workers"}
     server.put("admissionchecks", check)
+    workers = {"metadata": {"name": "workers"}, "spec": {"clusters": ["east", "west"]}}
+    server.put("multikueueconfigs", workers)
 
 
 def test_a_queue_is_asked_for_its_quota_and_who_waits_in_it(server, api):
@@ -313,7 +316,7 @@ def test_a_queue_is_asked_for_its_quota_and_who_waits_in_it(server, api):
     assert backend.availability(asked) == Availability(None, "queue team-a: 3 before it")
     queues(server, quota=20, used=4, controller="multikueue")
     assert backend.availability(asked) == Availability(
-        None, "queue team-a: MultiKueue chooses the cluster, and when"
+        None, "queue team-a: MultiKueue chooses among east, west, and when"
     )
     server.denied.add("get clusterqueues")
     there = backend.availability(asked)

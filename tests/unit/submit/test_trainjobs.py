@@ -6,7 +6,6 @@ import pytest
 from kit.command_runs import until
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
-from mlpipe._core.errors import SubmitError
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.render.names import QUEUE
 from mlpipe.store.folder import FolderStore
@@ -117,22 +116,3 @@ def test_a_field_of_another_trainer_is_to_be_refused(server, api):
     server_dry_run(api, stage_objects(PLAN))
     (asked,) = [one for one in server.requests if one.startswith("POST") and "/trainjobs" in one]
     assert "fieldValidation=Strict" in asked
-
-
-@pytest.mark.parametrize("form", [FORM, ()], ids=["TrainJob", "JobSet"])
-def test_a_queue_that_sends_gangs_to_other_clusters_is_refused(server, api, monkeypatch, form):
-    """As Kueue's webhook marks them; the plan would stay here."""
-    objects = stage_objects(plan_of(pipeline_of("quickstart", *QUICKSTART, *form), "train"))
-    create = api.create
-
-    def marked(body, **more):
-        made = create(body, **more)
-        if body["kind"] in ("TrainJob", "JobSet"):
-            made = {**made, "spec": {**made["spec"], "managedBy": "kueue.x-k8s.io/multikueue"}}
-        return made
-
-    server_dry_run(api, objects)
-    monkeypatch.setattr(api, "create", marked)
-    with pytest.raises(SubmitError, match="not the ConfigMap with its plan") as refused:
-        server_dry_run(api, objects)
-    assert (refused.value.kind, refused.value.where) == ("input", "train")

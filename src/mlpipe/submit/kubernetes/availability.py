@@ -12,9 +12,9 @@ from typing import Any
 from mlpipe.render.names import QUEUE
 from mlpipe.render.trainjob import pod_of
 from mlpipe.submit.kubernetes.api import ApiError, ClusterApi, Object
+from mlpipe.submit.kubernetes.multikueue import CONTROLLER
 from mlpipe.submit.submission import Availability
 
-MULTIKUEUE = "kueue.x-k8s.io/multikueue"
 _SUFFIXES = {"m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _SUFFIXES |= {f"{letter}i": 2.0 ** (10 * power) for power, letter in enumerate("KMGTP", start=1)}
 _QUANTITY = re.compile(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([mkMGTP]?|[KMGTP]i)")
@@ -93,8 +93,11 @@ def _quota(api: ClusterApi, name: str, pods: Pods) -> Availability:
         queue = api.request("GET", f"{kueue}/clusterqueues/{local['spec']['clusterQueue']}", what=what)
         for check in _checks(queue["spec"]):
             about = api.request("GET", f"{kueue}/admissionchecks/{check}", what=what)
-            if about["spec"].get("controllerName") == MULTIKUEUE:
-                return Availability(None, f"queue {name}: MultiKueue chooses the cluster, and when")
+            if about["spec"].get("controllerName") == CONTROLLER:
+                which = about["spec"]["parameters"]["name"]
+                config = api.request("GET", f"{kueue}/multikueueconfigs/{which}", what=what)
+                clusters = ", ".join(config["spec"]["clusters"])
+                return Availability(None, f"queue {name}: MultiKueue chooses among {clusters}, and when")
     except ApiError as error:
         if error.status not in (403, 404):
             raise

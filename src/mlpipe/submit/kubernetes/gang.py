@@ -18,6 +18,7 @@ from mlpipe.store.base import Store
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import ThreadedHandle, blamed, elsewhere, ended_by, outcomes_of
 from mlpipe.submit.kubernetes.api import ClusterApi, Object, is_away
+from mlpipe.submit.kubernetes.multikueue import Sent
 from mlpipe.submit.kubernetes.objects import GANGS, create_all, finished, remove_all, selector
 from mlpipe.submit.kubernetes.pending import why_pending
 from mlpipe.submit.kubernetes.placement import WholePlacement
@@ -44,6 +45,7 @@ class Gang(ThreadedHandle):
         self._labels = selector(plan.run_id, plan.stage, plan.attempt)
         self._killing = False
         self._note = ""
+        self._sent = Sent(store, plan)
         self._placement = WholePlacement(api) if WholePlacement.is_for(plan) else None
         self._postmortem = Postmortem(store, api, plan.attempt_key, self._name)
         self._thread.start()
@@ -86,7 +88,7 @@ class Gang(ThreadedHandle):
                 time.sleep(_POLL_SECONDS)
 
     def _follow_objects(self, gangs: Watched, watched_pods: Watched, changed: threading.Event) -> Ended:
-        asked = killed = False
+        asked = killed = taken = False
         ended: Ended | None = None
         news = True
         answered = noted = time.monotonic()
@@ -102,14 +104,22 @@ class Gang(ThreadedHandle):
                     continue
                 gang = next((one for one in objects if one["metadata"]["name"] == self._name), None)
                 if gang is None and not pods:
-                    return ended or self._result_of_gone()
+                    if not self._sent.has_ended():
+                        continue
+                    return (
+                        self._result_of_taken()
+                        if taken and not self._stopping
+                        else ended or self._result_of_gone()
+                    )
                 state = finished(gang) if gang else None
                 if state is not None and ended is None:
                     ended = self._result(state)
                 # of a gang that is deleted one pod's end is not yet the others'
                 if ended is not None and (not asked or not pods):
                     return ended
-                if self._stopping and not asked:
+                if gang and self._sent.look(self._api, gang) and not (asked or self._stopping):
+                    taken = True  # whoever gets it next shall not write beside the pods that save
+                if (self._stopping or taken) and not asked:
                     self._api.delete(self._kind, self._name)
                     asked = True
                 if self._killing and not killed:
@@ -124,7 +134,7 @@ class Gang(ThreadedHandle):
                     self._note, noted, news = words, now, True
                 elif now - noted > (_NOTE_SECONDS if news else _NOTE_AGAIN_SECONDS):
                     waits = self._why_pending(pods, self._plan.launch.num_machines)
-                    self._note = waits or self._restarted(gang, pods)
+                    self._note = waits or self._restarted(gang, pods) or self._sent.note(gang)
                     noted, news = now, False
                 answered = now
             except SubmitError as error:
@@ -173,10 +183,21 @@ class Gang(ThreadedHandle):
             return ended_by(min(failed, key=lambda outcome: outcome.time))
         # what was stopped was stopped for one that left no outcome, unless we asked for it
         words = last_words(pods) or self._postmortem.last
+        if self._sent.ran and not words:
+            words = f"it left no word; what befell its pods {self._sent.where} may know"
         if outcomes and (self._stopping or not words):
             return ended_by(outcomes[0])
         words = f"{self._kind} {self._name} failed: {words or 'left no word'}"
         return Ended("failed", words, kind="infrastructure")
+
+    def _result_of_taken(self) -> Ended:
+        """It goes on as another attempt, once what it was sent to commits no more: that cluster may be out of
+        the manager's reach."""
+        done = [one for one in outcomes_of(self._store, self._plan) if one.outcome == "done"]
+        if done:
+            return ended_by(done[0])
+        words = f"MultiKueue took it back from {self._sent.where}"
+        return Ended("failed", words, kind="infrastructure", lost=True)
 
     def _result_of_gone(self) -> Ended:
         outcomes = outcomes_of(self._store, self._plan)

@@ -16,7 +16,7 @@ from mlpipe.submit.kubernetes.api import (
     is_away,
     is_same,
 )
-from mlpipe.submit.kubernetes.availability import MULTIKUEUE
+from mlpipe.submit.kubernetes.multikueue import is_sent, refuse_what_stays
 from mlpipe.submit.kubernetes.pending import remedy
 
 GANGS = ("TrainJob", "JobSet", "Job")  # who makes another stands before it
@@ -83,13 +83,17 @@ def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
     check_queue(api, objects)
     may_create_pods = True
     for body in objects:
-        stage = body["metadata"]["labels"].get(names.STAGE)
+        stage = _stage(body)
         is_of_stage = body["metadata"]["labels"].get("app.kubernetes.io/component") == "worker"
         for one in (body, *(made_of(body) if body["kind"] in GANGS else [])):
             if one["kind"] == "Pod" and not may_create_pods:
                 continue
             try:
-                _refuse_elsewhere(api.create(one, dry_run=True))
+                if is_sent(api.create(one, dry_run=True)) and one is body:
+                    stays = [
+                        other for other in objects if _stage(other) == stage and other["kind"] not in GANGS
+                    ]
+                    refuse_what_stays(body, stays)
             except ApiError as error:
                 if error.status == 409 or "does not support dry run" in error.message:
                     continue
@@ -101,17 +105,10 @@ def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
                     raise
 
 
-def _refuse_elsewhere(made: Object) -> None:
-    """Kueue's webhook marks what a queue of MultiKueue's gets. To the cluster that runs it goes the Job,
-    JobSet or TrainJob alone (SyncJob of Kueue 0.17's pkg/controller/jobs). Raises SubmitError (input)."""
-    if made.get("spec", {}).get("managedBy") == MULTIKUEUE:
-        raise SubmitError(
-            f"the queue {made['metadata']['labels'].get(names.QUEUE)} is MultiKueue's, which sends a "
-            f"{made['kind']} to another cluster, and not the ConfigMap with its plan",
-            where=made["metadata"]["labels"].get(names.STAGE),
-            hint="take a queue of the cluster itself; mlpipe submit --to auto chooses among clusters",
-            kind="input",
-        )
+def _stage(body: Object) -> str | None:
+    """Of the very pipeline's, as a label; of the driver, None, but where a stage was submitted alone."""
+    labels: dict[str, str] = body["metadata"]["labels"]
+    return labels.get(names.STAGE)
 
 
 def made_of(gang: Object) -> list[Object]:

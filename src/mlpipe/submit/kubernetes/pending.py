@@ -186,6 +186,11 @@ def _of_workload(api: ClusterApi, gang: Object) -> str:
         for condition in workload.get("status", {}).get("conditions", []):
             if condition["type"] in ("QuotaReserved", "Admitted") and condition["status"] == "False":
                 return f"Kueue: {_told(condition.get('message', 'waits for quota'))}"
+        for check in workload.get("status", {}).get("admissionChecks", []):
+            if check["state"] != "Ready":
+                clusters = ", ".join(workload["status"].get("nominatedClusterNames", []))
+                words = check.get("message") or (f"not yet admitted by {clusters}" if clusters else "")
+                return f"Kueue: its admission check {check['name']} is {check['state']}: {words}".rstrip(": ")
     return "its queue has not admitted it"
 
 

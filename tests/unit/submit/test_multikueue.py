@@ -1,0 +1,132 @@
+"""A gang that MultiKueue has another cluster run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kit.command_runs import until
+from kit.rendered import QUICKSTART, pipeline_of, plan_of
+
+from mlpipe._core.errors import SubmitError
+from mlpipe.render import kubernetes
+from mlpipe.render.kubernetes import stage_objects
+from mlpipe.render.names import PLAN as ANNOTATION
+from mlpipe.render.pod import PLAN_FOLDER
+from mlpipe.store.folder import FolderStore
+from mlpipe.store.outcome import AttemptOutcome, write_outcome
+from mlpipe.submit.handle import outcome_keys
+from mlpipe.submit.kubernetes.gang import Gang
+from mlpipe.submit.kubernetes.objects import server_dry_run
+from mlpipe.submit.kubernetes.pending import why_pending
+
+pytestmark = pytest.mark.unit
+QUEUE = "kubernetes.queue=team-a"
+
+
+def of(*changes: str):
+    return plan_of(pipeline_of("quickstart", *QUICKSTART, *changes), "train")
+
+
+PLAN = of(QUEUE)
+JOBSET = stage_objects(PLAN)[-1]
+NAME = JOBSET["metadata"]["name"]
+
+
+def marked(gang, **spec):
+    """As Kueue's webhook and MultiKueue leave it."""
+    return {**gang, "spec": {**gang["spec"], "managedBy": "kueue.x-k8s.io/multikueue", **spec}}
+
+
+def test_what_a_queue_may_send_elsewhere_is_the_gang_and_nothing_else(monkeypatch):
+    """Its pods find the plan where others find a ConfigMap's."""
+    (jobset,) = stage_objects(PLAN)
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    (volume,) = (one for one in pod["spec"]["volumes"] if one["name"] == "plan")
+    (item,) = volume["downwardAPI"]["items"]
+    assert item == {
+        "path": "plan.json",
+        "fieldRef": {"fieldPath": f"metadata.annotations['{ANNOTATION}']"},
+    }
+    mounts = {one["name"]: one["mountPath"] for one in pod["spec"]["containers"][0]["volumeMounts"]}
+    assert mounts["plan"] == PLAN_FOLDER
+    assert json.loads(pod["metadata"]["annotations"][ANNOTATION]) == json.loads(PLAN.to_json())
+    monkeypatch.setattr(kubernetes, "MAX_IN_POD_BYTES", len(PLAN.to_json()) - 1)
+    assert [one["kind"] for one in stage_objects(PLAN)] == ["ConfigMap", "JobSet"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "stays"),
+    [
+        ((), None),
+        (("kubernetes.form=trainjob", "kubernetes.trainjob={runtime: mlpipe}"), "ConfigMap"),
+        (("kubernetes.form=indexed-job",), "ConfigMap, Service"),
+    ],
+    ids=["JobSet", "TrainJob", "Job"],
+)
+def test_a_stage_that_needs_more_than_its_gang_is_refused(server, api, monkeypatch, changes, stays):
+    create = api.create
+
+    def sent(body, **more):
+        made = create(body, **more)
+        return marked(made) if body["kind"] in ("TrainJob", "JobSet", "Job") else made
+
+    monkeypatch.setattr(api, "create", sent)
+    if stays is None:
+        server_dry_run(api, stage_objects(of(QUEUE)))
+        return
+    with pytest.raises(SubmitError, match=f"not the stage's {stays}\n") as refused:
+        server_dry_run(api, stage_objects(of(QUEUE, *changes)))
+    assert (refused.value.kind, refused.value.where) == ("input", "train")
+
+
+def workload(server, made, **status):
+    metadata = {"name": "w", "labels": {"kueue.x-k8s.io/job-uid": made["metadata"]["uid"]}}
+    server.put("workloads", {"metadata": metadata, "status": status})
+
+
+def test_where_it_was_sent_is_told_and_one_that_is_taken_back_goes_on_as_another_attempt(
+    server, api, tmp_path, monkeypatch
+):
+    """Once all that ran there have said that they ended: they may be saving."""
+    monkeypatch.setattr("mlpipe.submit.kubernetes.gang._NOTE_SECONDS", 0.0)
+    store = FolderStore(tmp_path)
+    gang = Gang(store, api, PLAN)
+    made = until(lambda: server.objects.get(("jobsets", NAME)), "the JobSet")
+    check = {"name": "workers", "state": "Pending", "message": ""}
+    workload(server, made, admissionChecks=[check], nominatedClusterNames=["east", "west"])
+    server.put("jobsets", marked(made))
+    labels = made["metadata"]["labels"]
+    words = "Kueue: its admission check workers is Pending: not yet admitted by east, west"
+    told = why_pending(api, {"mlpipe.dev/run": labels["mlpipe.dev/run"]})
+    assert told == f"JobSet {NAME} is suspended: {words}"
+    workload(server, made, clusterName="west")
+    server.put("jobsets", marked(made, suspend=False))
+    until(lambda: gang.note().startswith("MultiKueue sent it to cluster west, where not all"), "the note")
+    ready = {"replicatedJobsStatus": [{"name": "worker", "ready": 1}]}
+    server.put("jobsets", {**marked(made, suspend=False), "status": ready})
+    until(lambda: gang.note() == "MultiKueue sent it to cluster west", "the note")
+    server.put("jobsets", marked(made))
+    until(lambda: ("jobsets", NAME) not in server.objects, "its end")
+    first, second = outcome_keys(PLAN)
+    write_outcome(store, second, AttemptOutcome("saved", kind="cancelled"))
+    until(lambda: gang._sent._unheard == [first], "it is heard")
+    assert gang.poll() is None
+    write_outcome(store, first, AttemptOutcome("saved", kind="cancelled"))
+    ended = until(gang.poll, "its end")
+    assert (ended.state, ended.lost, ended.kind) == ("failed", True, "infrastructure")
+    assert ended.message == "MultiKueue took it back from cluster west"
+
+
+def test_one_that_is_cancelled_has_saved_when_it_has_ended(server, api, tmp_path):
+    store = FolderStore(tmp_path)
+    gang = Gang(store, api, PLAN)
+    made = until(lambda: server.objects.get(("jobsets", NAME)), "the JobSet")
+    server.put("jobsets", marked(made, suspend=False))
+    until(lambda: gang._sent.ran, "it runs")
+    gang.terminate()
+    until(lambda: ("jobsets", NAME) not in server.objects, "its end")
+    for key in outcome_keys(PLAN):
+        assert gang.poll() is None
+        write_outcome(store, key, AttemptOutcome("saved", message="saved step 7"))
+    assert until(gang.poll, "its end").message == "saved step 7"
