@@ -64,9 +64,10 @@ class Addons:
         """For a Kueue that has others run them."""
         self._create_crds(manifests("jobset") / "config/components/crd/bases")
 
-    def kueue(self, multikueue: dict[str, Any] | None = None) -> Process:
+    def kueue(self, *, is_manager: bool = False) -> Process:
         """For Jobs, JobSets and TrainJobs with the queue label; needs JobSet. Where it was there before
-        Trainer it looks for that now and then: `restart_kueue`. `multikueue`: of a manager."""
+        Trainer it looks for that now and then: `restart_kueue`. `is_manager`: by MultiKueue it
+        has others run them."""
         folder = self._new_folder("kueue")
         source = manifests("kueue") / "config/components"
         port, health, metrics = (self._shift + one for one in (9444, 8082, 8444))
@@ -84,10 +85,9 @@ class Addons:
             "webhook": {"host": "127.0.0.1", "port": port, "certDir": str(folder / "certificates")},
             "health": {"healthProbeBindAddress": f"127.0.0.1:{health}"},
             "metrics": {"bindAddress": f"127.0.0.1:{metrics}"},
-            "featureGates": {"VisibilityOnDemand": False, "MultiKueue": multikueue is not None},
+            "featureGates": {"VisibilityOnDemand": False, "MultiKueue": is_manager},
             # a manager waits for workers that have all kinds of its own
-            "integrations": {"frameworks": list(_KUEUE_FRAMEWORKS[: None if multikueue is None else 2])},
-            **({} if multikueue is None else {"multiKueue": multikueue}),
+            "integrations": {"frameworks": list(_KUEUE_FRAMEWORKS[: 2 if is_manager else None])},
         }
         process = self._start("kueue", [f"--config={_json(folder, config)}"], {}, etc=folder / "etc")
         self._wait_until_answers(process, f"http://127.0.0.1:{health}/readyz")

@@ -1,4 +1,4 @@
-"""A gang that MultiKueue has another cluster run."""
+"""A gang that MultiKueue has another cluster run; of real ones: tests/cluster/test_submit_multikueue.py."""
 
 from __future__ import annotations
 
