@@ -18,8 +18,11 @@ def test_a_run_in_another_cluster_ends_as_if_nothing_had_befallen_it(place, hold
     add_queue(place, QUEUE, quota=QUOTA)
     with manager(place.cluster, tmp_path / "manager") as one:
         there = one.place(place, QUEUE, QUOTA)
-        spec = there.spec("sent", model=hold.model, kubernetes={"queue": QUEUE, "form": "indexed-job"})
-        assert "not the stage's ConfigMap, Service" in there.submit(spec, "sent", code=2)
+        one.kubectl("-n", place.namespace, "create", "serviceaccount", "own")  # which the worker lacks
+        own = {"queue": QUEUE, "service_account": "own"}
+        refused = there.submit(there.spec("sent", model=hold.model, kubernetes=own), "sent", code=2)
+        assert f"cluster {WORKER}: " in refused
+        assert 'serviceaccount "own" not found' in refused
         spec = there.spec("sent", model=hold.model, kubernetes={"queue": QUEUE})
 
         def let(policy: str) -> None:

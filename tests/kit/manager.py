@@ -58,8 +58,8 @@ class Manager:
         wait_until("an active MultiKueue", active, _SECONDS, [self.kueue])
 
     def place(self, place: Place, queue: str, quota: Mapping[str, str]) -> Place:
-        """The same namespace, store and person here, with a queue of MultiKueue's of that name. What is asked
-        of objects and pods is asked of the worker."""
+        """The same namespace, store and person here, with a queue of MultiKueue's of that name, which the
+        person may read, and a context for the worker. What is asked of objects and pods is the worker's."""
         self.kubectl("apply", "--server-side", "-k", place.folder / "overlay")
         self.kubectl("-n", place.namespace, "create", "serviceaccount", "person")
         person = f"--serviceaccount={place.namespace}:person"
@@ -78,8 +78,18 @@ class Manager:
             named(_VERSION, "ClusterQueue", queue, spec=spec),
             named(_VERSION, "LocalQueue", queue, place.namespace, spec={"clusterQueue": queue}),
         )
+        reads = "--resource=localqueues,clusterqueues,admissionchecks,multikueueconfigs.kueue.x-k8s.io"
+        self.kubectl("create", "clusterrole", "reads", "--verb=get", reads)
+        self.kubectl("create", "clusterrolebinding", "reads", "--clusterrole=reads", person)
+        path = Path(self.kubeconfig_for(place, "person"))
+        document = json.loads(path.read_text())
+        theirs = json.loads(Path(place.environment["KUBECONFIG"]).read_text())
+        for kind in ("clusters", "users"):
+            document[kind] += [{**one, "name": WORKER} for one in theirs[kind]]
+        document["contexts"] += [{"name": WORKER, "context": {"cluster": WORKER, "user": WORKER}}]
+        path.write_text(json.dumps(document))
         here = copy.copy(place)
-        here.environment = {**place.environment, "KUBECONFIG": self.kubeconfig_for(place, "person")}
+        here.environment = {**place.environment, "KUBECONFIG": str(path)}
         return here
 
     def kubeconfig_for(self, place: Place, account: str) -> str:

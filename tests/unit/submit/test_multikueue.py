@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
+from kit.apiserver import ApiServer, Fault
 from kit.command_runs import until
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
@@ -17,7 +20,7 @@ from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import AttemptOutcome, write_outcome
 from mlpipe.submit.handle import outcome_keys
 from mlpipe.submit.kubernetes.gang import Gang
-from mlpipe.submit.kubernetes.objects import server_dry_run
+from mlpipe.submit.kubernetes.objects import clear, server_dry_run
 from mlpipe.submit.kubernetes.pending import why_pending
 
 pytestmark = pytest.mark.unit
@@ -80,6 +83,47 @@ def test_a_stage_that_needs_more_than_its_gang_is_refused(server, api, monkeypat
     assert (refused.value.kind, refused.value.where) == ("input", "train")
 
 
+def test_worker_clusters_that_the_kubeconfig_knows_are_asked_for_what_the_pods_name(
+    server, api, tmp_path, monkeypatch
+):
+    """By the names that their manager has for them; of a cluster that nobody knows nothing is asked."""
+    create = api.create
+    monkeypatch.setattr(
+        api,
+        "create",
+        lambda body, **more: marked(made) if (made := create(body, **more))["kind"] == "JobSet" else made,
+    )
+    server.put("localqueues", {"metadata": {"name": "team-a"}, "spec": {"clusterQueue": "all"}})
+    server.put("clusterqueues", {"metadata": {"name": "all"}, "spec": {"admissionChecks": ["check"]}})
+    check = {"controllerName": "kueue.x-k8s.io/multikueue", "parameters": {"name": "workers"}}
+    server.put("admissionchecks", {"metadata": {"name": "check"}, "spec": check})
+    server.put("multikueueconfigs", {"metadata": {"name": "workers"}, "spec": {"clusters": ["west", "far"]}})
+    with ApiServer() as west:
+        path = Path(os.environ["KUBECONFIG"])
+        document = json.loads(path.read_text())
+        document["clusters"].append({"name": "w", "cluster": {"server": west.url}})
+        document["contexts"].append({"name": "west", "context": {"cluster": "w", "user": "u"}})
+        path.write_text(json.dumps(document))
+        objects = stage_objects(of(QUEUE, "kubernetes.env_from=[{secret: token}, {config_map: flags}]"))
+        with pytest.raises(SubmitError, match="cluster west, which lacks ConfigMap flags, Secret") as refused:
+            server_dry_run(api, objects)
+        assert refused.value.kind == "input"
+        for kind, name in (("secrets", "token"), ("secrets", "mlpipe-store"), ("configmaps", "flags")):
+            west.put(kind, {"metadata": {"name": name}})
+        server_dry_run(api, objects)
+        assert ("jobsets", NAME) not in west.objects
+        west.inject("POST", "/pods", Fault("status", 403, 'serviceaccount "mlpipe-worker" not found'))
+        with pytest.raises(SubmitError, match="mlpipe-worker") as refused:
+            server_dry_run(api, objects)
+        assert (refused.value.where, refused.value.hint) == (
+            "cluster west",
+            "apply k8s/base (docs/how-to/cluster-setup.md)",
+        )
+        west.denied |= {"create jobsets", "get secrets", "get configmaps"}
+        server_dry_run(api, objects)
+    server_dry_run(api, objects)  # it is away
+
+
 def workload(server, made, **status):
     metadata = {"name": "w", "labels": {"kueue.x-k8s.io/job-uid": made["metadata"]["uid"]}}
     server.put("workloads", {"metadata": metadata, "status": status})
@@ -130,3 +174,13 @@ def test_one_that_is_cancelled_has_saved_when_it_has_ended(server, api, tmp_path
         assert gang.poll() is None
         write_outcome(store, key, AttemptOutcome("saved", message="saved step 7"))
     assert until(gang.poll, "its end").message == "saved step 7"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_cancel_without_a_driver_waits_for_what_is_elsewhere(server, api, monkeypatch, is_there):
+    monkeypatch.setattr("mlpipe.submit.kubernetes.objects._POLL_SECONDS", 0.01)
+    server.put("jobsets", marked(JOBSET, suspend=not is_there))
+    said = iter([False, True])
+    clear(api, PLAN.run_id, timeout_seconds=60.0, have_said=lambda: next(said))
+    assert next(said, is_there) == is_there
+    assert ("jobsets", NAME) not in server.objects

@@ -95,7 +95,13 @@ class KubernetesBackend(Backend):
     def clear(self, store: Store, run: RunState, *, timeout_seconds: float) -> None:
         from mlpipe.submit.kubernetes.objects import clear
 
-        clear(self.api, run.run_id, timeout_seconds=timeout_seconds)
+        running = [run.attempt_key(name) for name, stage in run.stages.items() if stage.state == "running"]
+        clear(
+            self.api,
+            run.run_id,
+            timeout_seconds=timeout_seconds,
+            have_said=lambda: all(store.exists(f"{key}/outcome.json") for key in running),
+        )
 
     def start_driver(self, store: Store, run: RunState, pipeline: Pipeline, only: str | None) -> None:
         from mlpipe.submit import seal

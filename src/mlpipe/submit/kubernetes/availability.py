@@ -12,7 +12,7 @@ from typing import Any
 from mlpipe.render.names import QUEUE
 from mlpipe.render.trainjob import pod_of
 from mlpipe.submit.kubernetes.api import ApiError, ClusterApi, Object
-from mlpipe.submit.kubernetes.multikueue import CONTROLLER
+from mlpipe.submit.kubernetes.multikueue import clusters_of
 from mlpipe.submit.submission import Availability
 
 _SUFFIXES = {"m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -91,13 +91,10 @@ def _quota(api: ClusterApi, name: str, pods: Pods) -> Availability:
     try:
         local = api.request("GET", f"{kueue}/namespaces/{api.namespace}/localqueues/{name}", what=what)
         queue = api.request("GET", f"{kueue}/clusterqueues/{local['spec']['clusterQueue']}", what=what)
-        for check in _checks(queue["spec"]):
-            about = api.request("GET", f"{kueue}/admissionchecks/{check}", what=what)
-            if about["spec"].get("controllerName") == CONTROLLER:
-                which = about["spec"]["parameters"]["name"]
-                config = api.request("GET", f"{kueue}/multikueueconfigs/{which}", what=what)
-                clusters = ", ".join(config["spec"]["clusters"])
-                return Availability(None, f"queue {name}: MultiKueue chooses among {clusters}, and when")
+        if clusters := clusters_of(api, name):
+            return Availability(
+                None, f"queue {name}: MultiKueue chooses among {', '.join(clusters)}, and when"
+            )
     except ApiError as error:
         if error.status not in (403, 404):
             raise
@@ -108,11 +105,6 @@ def _quota(api: ClusterApi, name: str, pods: Pods) -> Availability:
     if lacking:
         return Availability(None, f"queue {name} has too little quota free: {', '.join(lacking)}")
     return Availability(0.0, f"queue {name} has the quota free")
-
-
-def _checks(spec: Object) -> list[str]:
-    told = spec.get("admissionChecksStrategy", {}).get("admissionChecks", [])
-    return [*spec.get("admissionChecks", []), *(one["name"] for one in told)]
 
 
 def _lacking(queue: Object, wanted: Mapping[str, float]) -> list[str]:

@@ -8,7 +8,9 @@ github.com/kubernetes-sigs/kueue).
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterable
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.plan.plan import Plan
@@ -16,9 +18,15 @@ from mlpipe.render import names
 from mlpipe.render.pod import GRACE_SECONDS
 from mlpipe.store.base import Store
 from mlpipe.submit.handle import outcome_keys
-from mlpipe.submit.kubernetes.api import ApiError, ClusterApi, Object
+from mlpipe.submit.kubernetes.api import ApiError, ClusterApi, Object, connect
 
 CONTROLLER = "kueue.x-k8s.io/multikueue"
+_OF_VOLUMES = {
+    "configMap": ("ConfigMap", "name"),
+    "persistentVolumeClaim": ("PersistentVolumeClaim", "claimName"),
+    "secret": ("Secret", "secretName"),
+}
+_OF_ENV = {"configMap": "ConfigMap", "secret": "Secret"}
 
 
 def is_sent(gang: Object) -> bool:
@@ -37,6 +45,55 @@ def refuse_what_stays(gang: Object, others: list[Object]) -> None:
             hint="what can be sent: docs/how-to/kubernetes.md; or take a queue of that cluster itself",
             kind="input",
         )
+
+
+def clusters_of(api: ClusterApi, queue: str) -> list[str]:
+    """That a LocalQueue's gangs may be sent to, by their manager's names; none where it is an ordinary one.
+    Raises ApiError, also where who asks may not look."""
+    kueue, what = f"/apis/kueue.x-k8s.io/{api.kueue_version()}", f"read the queue {queue}"
+    local = api.request("GET", f"{kueue}/namespaces/{api.namespace}/localqueues/{queue}", what=what)
+    spec = api.request("GET", f"{kueue}/clusterqueues/{local['spec']['clusterQueue']}", what=what)["spec"]
+    told = spec.get("admissionChecksStrategy", {}).get("admissionChecks", [])
+    for check in [*spec.get("admissionChecks", []), *(one["name"] for one in told)]:
+        about = api.request("GET", f"{kueue}/admissionchecks/{check}", what=what)["spec"]
+        if about.get("controllerName") == CONTROLLER:
+            name = about["parameters"]["name"]
+            config = api.request("GET", f"{kueue}/multikueueconfigs/{name}", what=what)
+            return list(config["spec"]["clusters"])
+    return []
+
+
+def known_workers(api: ClusterApi, queue: str) -> dict[str, ClusterApi]:
+    """Those that the kubeconfig has a context of the same name for; none where who asks may not look."""
+    found = {}
+    with contextlib.suppress(ApiError):
+        for name in clusters_of(api, queue):
+            with contextlib.suppress(SubmitError):  # no such context
+                found[name] = connect(name, api.namespace)
+    return found
+
+
+def lacking(api: ClusterApi, pods: Iterable[Object]) -> list[str]:
+    """What these pods (specs) name and a cluster has not, as far as who asks may look: "Secret a", say."""
+    wanted: set[tuple[str, str]] = set()
+    for spec in pods:
+        wanted |= {("Secret", one["name"]) for one in spec.get("imagePullSecrets", [])}
+        for volume in spec.get("volumes", []):
+            wanted |= {(kind, volume[of][key]) for of, (kind, key) in _OF_VOLUMES.items() if of in volume}
+        for one in (one for container in spec["containers"] for one in container.get("envFrom", [])):
+            wanted |= {(kind, one[f"{of}Ref"]["name"]) for of, kind in _OF_ENV.items() if f"{of}Ref" in one}
+        for one in (one.get("valueFrom", {}) for container in spec["containers"] for one in container["env"]):
+            wanted |= {
+                (kind, one[f"{of}KeyRef"]["name"]) for of, kind in _OF_ENV.items() if f"{of}KeyRef" in one
+            }
+    absent = []
+    for kind, name in sorted(wanted):
+        path = f"/api/v1/namespaces/{api.namespace}/{kind.lower()}s/{name}"
+        try:
+            api.request("GET", path, what=f"read {kind} {name}")
+        except ApiError as error:
+            absent += [f"{kind} {name}"] if error.status == 404 else []
+    return absent
 
 
 class Sent:

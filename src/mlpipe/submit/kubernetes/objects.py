@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.render import names
@@ -16,7 +16,7 @@ from mlpipe.submit.kubernetes.api import (
     is_away,
     is_same,
 )
-from mlpipe.submit.kubernetes.multikueue import is_sent, refuse_what_stays
+from mlpipe.submit.kubernetes.multikueue import is_sent, known_workers, lacking, refuse_what_stays
 from mlpipe.submit.kubernetes.pending import remedy
 
 GANGS = ("TrainJob", "JobSet", "Job")  # who makes another stands before it
@@ -81,7 +81,7 @@ def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
     webhook that has no dry run, that who submits may not create pods, or that there is no room for a stage
     yet."""
     check_queue(api, objects)
-    may_create_pods = True
+    may_create_pods, sent = True, []
     for body in objects:
         stage = _stage(body)
         is_of_stage = body["metadata"]["labels"].get("app.kubernetes.io/component") == "worker"
@@ -94,6 +94,7 @@ def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
                         other for other in objects if _stage(other) == stage and other["kind"] not in GANGS
                     ]
                     refuse_what_stays(body, stays)
+                    sent.append(body)
             except ApiError as error:
                 if error.status == 409 or "does not support dry run" in error.message:
                     continue
@@ -103,6 +104,30 @@ def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
                     error.where = f"stage {stage!r}" if is_of_stage else error.where
                     error.hint = remedy(error.message) or error.hint
                     raise
+
+    if sent:
+        _dry_run_there(api, sent)
+
+
+def _dry_run_there(api: ClusterApi, sent: list[Object]) -> None:
+    """Gangs of a queue that MultiKueue sends elsewhere, in each of those clusters that can be asked: any may
+    be chosen, and nobody here would see why pods there do not start."""
+    pods = [one["spec"] for gang in sent for one in made_of(gang) if one["kind"] == "Pod"]
+    for name, there in known_workers(api, sent[0]["metadata"]["labels"][names.QUEUE]).items():
+        try:
+            server_dry_run(there, sent)
+        except ApiError as error:
+            if is_away(error) or (error.status == 403 and " cannot " in error.message):
+                continue  # it may be back, or MultiKueue may do there what we may not
+            error.where = f"cluster {name}"
+            raise
+        if absent := lacking(there, pods):
+            raise SubmitError(
+                f"MultiKueue may send it to cluster {name}, which lacks {', '.join(absent)}",
+                where=f"namespace {there.namespace}",
+                hint="make them there, under the same names as here",
+                kind="input",
+            )
 
 
 def _stage(body: Object) -> str | None:
@@ -158,24 +183,29 @@ def driver_labels(run_id: str) -> dict[str, str]:
     return {**selector(run_id), "app.kubernetes.io/component": "driver"}
 
 
-def clear(api: ClusterApi, run_id: str, *, timeout_seconds: float) -> None:
+def clear(
+    api: ClusterApi, run_id: str, *, timeout_seconds: float, have_said: Callable[[], bool] = lambda: True
+) -> None:
     """Ends all that a run has in the cluster, its driver first, and waits until its pods are gone: they save
-    before. Raises SubmitError when `timeout_seconds` are over, after killing what is left."""
+    before. Those in another cluster are not seen: `have_said` tells whether they are over. Raises SubmitError
+    when `timeout_seconds` are over, after killing what is left."""
     wanted = selector(run_id)
     for gang in api.list("Job", driver_labels(run_id)):
         api.delete("Job", gang["metadata"]["name"])
+    elsewhere = False
     for kind in GANGS:
         for gang in _list(api, kind, wanted):
+            elsewhere |= is_sent(gang) and finished(gang) is None and not gang["spec"].get("suspend")
             if not any(owner.get("controller") for owner in gang["metadata"].get("ownerReferences", [])):
                 api.delete(kind, gang["metadata"]["name"])  # with what it made
     deadline = time.monotonic() + timeout_seconds
-    while pods := api.list("Pod", wanted):
+    while (pods := api.list("Pod", wanted)) or (elsewhere and not have_said()):
         if time.monotonic() > deadline:
             for pod in pods:
                 api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+            words = f"{len(pods)} pods of run {run_id} were killed" if pods else f"run {run_id} is elsewhere"
             raise SubmitError(
-                f"{len(pods)} pods of run {run_id} were killed: no end within {timeout_seconds:.0f} s",
-                where=f"namespace {api.namespace}",
+                f"{words}: no end within {timeout_seconds:.0f} s", where=f"namespace {api.namespace}"
             )
         time.sleep(_POLL_SECONDS)
 
