@@ -34,6 +34,7 @@ def of(*changes: str):
 PLAN = of(QUEUE)
 JOBSET = stage_objects(PLAN)[-1]
 NAME = JOBSET["metadata"]["name"]
+READY = {"replicatedJobsStatus": [{"name": "worker", "ready": 1}]}
 
 
 def marked(gang, **spec):
@@ -147,8 +148,7 @@ def test_where_it_was_sent_is_told_and_one_that_is_taken_back_goes_on_as_another
     workload(server, made, clusterName="west")
     server.put("jobsets", marked(made, suspend=False))
     until(lambda: gang.note().startswith("MultiKueue sent it to cluster west, where not all"), "the note")
-    ready = {"replicatedJobsStatus": [{"name": "worker", "ready": 1}]}
-    server.put("jobsets", {**marked(made, suspend=False), "status": ready})
+    server.put("jobsets", {**marked(made, suspend=False), "status": READY})
     until(lambda: gang.note() == "MultiKueue sent it to cluster west", "the note")
     server.put("jobsets", marked(made))
     until(lambda: ("jobsets", NAME) not in server.objects, "its end")
@@ -162,13 +162,18 @@ def test_where_it_was_sent_is_told_and_one_that_is_taken_back_goes_on_as_another
     assert ended.message == "MultiKueue took it back from cluster west"
 
 
-def test_one_that_is_cancelled_has_saved_when_it_has_ended(server, api, tmp_path):
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_one_that_is_cancelled_has_saved_when_it_has_ended(server, api, tmp_path, is_ready):
+    """There is nothing to wait for before all its pods run."""
     store = FolderStore(tmp_path)
     gang = Gang(store, api, PLAN)
     made = until(lambda: server.objects.get(("jobsets", NAME)), "the JobSet")
-    server.put("jobsets", marked(made, suspend=False))
+    server.put("jobsets", {**marked(made, suspend=False), "status": READY if is_ready else {}})
     until(lambda: gang._sent.ran, "it runs")
     gang.terminate()
+    if not is_ready:
+        assert until(gang.poll, "its end").message == "stopped before a checkpoint could be saved"
+        return
     until(lambda: ("jobsets", NAME) not in server.objects, "its end")
     for key in outcome_keys(PLAN):
         assert gang.poll() is None
@@ -176,11 +181,12 @@ def test_one_that_is_cancelled_has_saved_when_it_has_ended(server, api, tmp_path
     assert until(gang.poll, "its end").message == "saved step 7"
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_cancel_without_a_driver_waits_for_what_is_elsewhere(server, api, monkeypatch, is_there):
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_cancel_without_a_driver_waits_for_what_is_elsewhere(server, api, monkeypatch, is_ready):
     monkeypatch.setattr("mlpipe.submit.kubernetes.objects._POLL_SECONDS", 0.01)
-    server.put("jobsets", marked(JOBSET, suspend=not is_there))
+    listed = {key: value for key, value in JOBSET.items() if key not in ("apiVersion", "kind")}
+    server.put("jobsets", {**marked(listed, suspend=False), "status": READY if is_ready else {}})
     said = iter([False, True])
     clear(api, PLAN.run_id, timeout_seconds=60.0, have_said=lambda: next(said))
-    assert next(said, is_there) == is_there
+    assert next(said, None) == (None if is_ready else False)
     assert ("jobsets", NAME) not in server.objects

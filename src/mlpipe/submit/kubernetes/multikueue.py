@@ -34,6 +34,13 @@ def is_sent(gang: Object) -> bool:
     return bool(gang.get("spec", {}).get("managedBy") == CONTROLLER)
 
 
+def is_ready(gang: Object) -> bool:
+    """Whether all its pods run, wherever: before, it has nothing to save."""
+    status = gang.get("status", {})
+    jobs = status.get("replicatedJobsStatus", [status])  # of a JobSet, of a Job
+    return all(job.get("ready") or job.get("succeeded") for job in jobs)
+
+
 def refuse_what_stays(gang: Object, others: list[Object]) -> None:
     """`others`: what a stage has besides its gang. Raises SubmitError (input) if there is any."""
     if others:
@@ -106,6 +113,7 @@ class Sent:
         self._store = store
         self._unheard = outcome_keys(plan)
         self._grace_seconds = plan.launch.shutdown_seconds + GRACE_SECONDS
+        self._was_ready = False
         self._gone: float | None = None
 
     def look(self, api: ClusterApi, gang: Object) -> bool:
@@ -115,14 +123,14 @@ class Sent:
             return False
         if gang["spec"].get("suspend"):
             return self.ran
-        self.ran = True
+        self.ran, self._was_ready = True, self._was_ready or is_ready(gang)
         if self.worker is None:
             self.worker = _worker_of(api, gang)
         return False
 
     def has_ended(self) -> bool:
         """Of a gang that is not there any more: all its launchers have said so, or have had their time."""
-        if not self.ran:
+        if not self._was_ready:
             return True
         self._gone = self._gone or time.monotonic()
         while self._unheard and self._store.exists(self._unheard[-1]):
@@ -138,11 +146,8 @@ class Sent:
         """Of one that runs elsewhere, "" of others."""
         if not self.ran or gang is None:
             return ""
-        status = gang.get("status", {})
-        jobs = status.get("replicatedJobsStatus", [status])  # of a JobSet, of a Job
-        is_ready = all(job.get("ready") or job.get("succeeded") for job in jobs)
         return f"MultiKueue sent it to {self.where}" + (
-            "" if is_ready else ", where not all its pods are ready"
+            "" if is_ready(gang) else ", where not all its pods are ready"
         )
 
 

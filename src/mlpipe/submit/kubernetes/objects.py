@@ -16,7 +16,7 @@ from mlpipe.submit.kubernetes.api import (
     is_away,
     is_same,
 )
-from mlpipe.submit.kubernetes.multikueue import is_sent, known_workers, lacking, refuse_what_stays
+from mlpipe.submit.kubernetes.multikueue import is_ready, is_sent, known_workers, lacking, refuse_what_stays
 from mlpipe.submit.kubernetes.pending import remedy
 
 GANGS = ("TrainJob", "JobSet", "Job")  # who makes another stands before it
@@ -192,14 +192,16 @@ def clear(
     wanted = selector(run_id)
     for gang in api.list("Job", driver_labels(run_id)):
         api.delete("Job", gang["metadata"]["name"])
-    elsewhere = False
+    elsewhere = 0.0  # seconds
     for kind in GANGS:
         for gang in _list(api, kind, wanted):
-            elsewhere |= is_sent(gang) and finished(gang) is None and not gang["spec"].get("suspend")
+            if is_sent(gang) and is_ready(gang) and finished(gang) is None:
+                elsewhere = max(elsewhere, *_grace_seconds({"apiVersion": "", **gang, "kind": kind}))
             if not any(owner.get("controller") for owner in gang["metadata"].get("ownerReferences", [])):
                 api.delete(kind, gang["metadata"]["name"])  # with what it made
-    deadline = time.monotonic() + timeout_seconds
-    while (pods := api.list("Pod", wanted)) or (elsewhere and not have_said()):
+    began = time.monotonic()
+    deadline, killed = began + timeout_seconds, began + elsewhere
+    while (pods := api.list("Pod", wanted)) or (time.monotonic() < killed and not have_said()):
         if time.monotonic() > deadline:
             for pod in pods:
                 api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
@@ -208,6 +210,10 @@ def clear(
                 f"{words}: no end within {timeout_seconds:.0f} s", where=f"namespace {api.namespace}"
             )
         time.sleep(_POLL_SECONDS)
+
+
+def _grace_seconds(gang: Object) -> list[float]:
+    return [one["spec"]["terminationGracePeriodSeconds"] for one in made_of(gang) if one["kind"] == "Pod"]
 
 
 def _list(api: ClusterApi, kind: str, wanted: Mapping[str, str]) -> list[Object]:
