@@ -47,3 +47,27 @@ def heard(signals: Sequence[signal.Signals], stop: StopRequest) -> Iterator[None
     finally:
         for number, action in former.items():
             signal.signal(number, action)
+
+
+@contextmanager
+def finished_first() -> Iterator[None]:
+    """Within, Ctrl-C interrupts only at the end; a second one at once."""
+    came = False
+
+    def handle(number: int, _: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            raise Interrupt
+        came = True
+        os.write(2, b"\nleaving as soon as it is started (Ctrl-C again: at once)\n")
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    former = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+    if came:
+        raise Interrupt

@@ -114,7 +114,7 @@ def _print_version(ctx: click.Context) -> None:
 def run_app(args: list[str] | None = None) -> NoReturn:
     """Run one command and exit with the code that the table in `_core/errors.py` gives its outcome."""
     session = CliSession()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, interrupt)
     try:
         outcome = app.main(args, prog_name="mlpipe", standalone_mode=False, obj=session)

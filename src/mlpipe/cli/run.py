@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from mlpipe._core.errors import EXIT_CODES
 from mlpipe.cli.session import CliSession, overrides, shared
 from mlpipe.submit import backends
 
@@ -64,9 +65,15 @@ def command(
 
         return sweep.drive(session, store, sweep.create(session, store, backend, submission))
     run_id = create(store, backend, submission, session)
-    session.note(f"run {run_id} in {store.url}")
-    if debug_rank is None:
-        return drive_here(session, store, run_id)
-    session.quiet = True  # the terminal is the rank's
-    with terminal_given_back():
-        return drive_here(session, store, run_id)
+    try:
+        session.note(f"run {run_id} in {store.url}")
+        if debug_rank is None:
+            return drive_here(session, store, run_id)
+        session.quiet = True  # the terminal is the rank's
+        with terminal_given_back():
+            return drive_here(session, store, run_id)
+    except KeyboardInterrupt:  # before it could be heard, or a second one
+        session.complain(
+            f"stopped; `mlpipe status {run_id}` says what is left, `mlpipe resume {run_id}` goes on"
+        )
+        return EXIT_CODES["interrupted"]

@@ -153,20 +153,27 @@ def _submit_sweep(session: CliSession, backend: Backend, submission: Submission)
 
 
 def _start(session: CliSession, store: Store, backend: Backend, submission: Submission, wait: bool) -> int:
+    from mlpipe.api.signals import finished_first
     from mlpipe.cli.wait import say_detached, wait_for
     from mlpipe.submit.adopt import DriveRequest, claim
 
     run_id = claim(store, backend, submission, session)
-    _say_if_ended(session, store, run_id)
-    request = DriveRequest(backend, store, run_id, submission.pipeline, submission.stage, session)
+    is_started = False
     try:
-        request.start_driver()
+        with finished_first():
+            _say_if_ended(session, store, run_id)
+            request = DriveRequest(backend, store, run_id, submission.pipeline, submission.stage, session)
+            request.start_driver()
+            is_started = True
         if wait:
             session.note(f"run {run_id} in {store.url}; Ctrl-C leaves it running")
             return wait_for(session, request)
         request.await_heard()
     except KeyboardInterrupt:
-        return say_detached(session, run_id)
+        if is_started:
+            return say_detached(session, run_id)
+        session.complain(f"run {run_id} may lack a driver; `mlpipe status {run_id}` says so, and what to do")
+        return EXIT_CODES["interrupted"]
     session.result({"run_id": run_id, "store": store.url}, run_id)
     session.note(f"follow it with `mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`")
     return 0
