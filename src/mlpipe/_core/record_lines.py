@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
@@ -16,6 +17,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (float, int), "MaybeNan": (float, int), "str": (str,), "bool": (bool,),
     "list[str]": (list,), "list[int]": (list,), "dict[str, int]": (dict,), "dict[str, float]": (dict,),
 }  # fmt: skip
+
+
+_MOST = sys.float_info.max
+_LAST_SECOND = 2.0**40  # Unix seconds of a time; calendars go on for longer
 
 
 class _Schema:
@@ -93,9 +98,17 @@ def read_fields(kind: type[_R], line: Mapping[str, Any]) -> _R:
     without which it says nothing: the time; of a step, its number."""
     schema = _SCHEMAS[kind]
     types = schema.types
-    known = {name: value for name, value in line.items() if name in types and type(value) in types[name]}
+    known = {
+        name: value
+        for name, value in line.items()
+        if name in types
+        and (of := type(value)) in types[name]
+        and ((of is not float and of is not int) or -_MOST <= value <= _MOST)  # not 1e999
+    }
     for name in schema.required:
         known[name]
+    if not 0 <= known["time"] < _LAST_SECOND:
+        raise KeyError("time")
     for name in schema.nan:
         if name in line and line[name] is None:
             known[name] = math.nan
@@ -107,11 +120,16 @@ def read_fields(kind: type[_R], line: Mapping[str, Any]) -> _R:
     return kind(**{**schema.absent, **known})
 
 
+def _is_countable(value: Any) -> bool:
+    return type(value) not in (int, float) or -_MOST <= value <= _MOST
+
+
 def _is_plain(value: Any, declared: str) -> bool:
     if declared.startswith("list"):
-        return all(type(item) is (str if declared == "list[str]" else int) for item in value)
+        kind = str if declared == "list[str]" else int
+        return all(type(item) is kind and _is_countable(item) for item in value)
     kinds = (int,) if declared == "dict[str, int]" else (int, float, type(None))
-    return all(type(item) in kinds for item in value.values())
+    return all(type(item) in kinds and _is_countable(item) for item in value.values())
 
 
 # In place of a start record that is not there.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -13,6 +14,7 @@ T = TypeVar("T")
 # The metadata of a field that is written only where it is not its default: what does not use it stays as it
 # was, byte for byte.
 SPARSE = {"sparse": True}
+_MOST_DIGITS = 20  # with a sign, of 64 bits
 
 
 def to_json(value: Any) -> str:
@@ -27,7 +29,28 @@ def write_json(plain: Any) -> str:
 
 def from_json(cls: type[T], text: str | bytes) -> T:
     """Raises ValueError naming the path of what does not fit."""
-    return from_plain(cls, json.loads(text))
+    return from_plain(cls, read_json(text))
+
+
+def read_json(text: str | bytes) -> Any:
+    """Raises ValueError for what is no JSON, for numbers that are not finite or beyond 64 bits, and for what
+    is nested too deeply to be read."""
+    try:
+        return json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not a number that JSON has")
+    return number
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"{text[:_MOST_DIGITS]}... is too large")
+    return int(text)
 
 
 def to_plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -72,7 +73,9 @@ def format_step_seconds(seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """75 -> '1m15s'; 0.25 -> '0.2s'."""
+    """75 -> '1m15s'; 0.25 -> '0.2s'; '?' for what is no number."""
+    if not math.isfinite(seconds):
+        return "?"
     if seconds < 60:
         return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
     minutes, rest = divmod(round(seconds), 60)

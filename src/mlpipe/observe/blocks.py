@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,8 +71,13 @@ Cell = str | int | float | Inline | Shares | None
 
 
 def utc(seconds: float | None) -> str | None:
-    """Unix seconds as `2026-11-21 12:30:05`, in UTC, with a space that does not break."""
-    return None if seconds is None else time.strftime("%Y-%m-%d\u00a0%H:%M:%S", time.gmtime(seconds))
+    """Unix seconds as `2026-11-21 12:30:05`, in UTC, with a space that does not break; None also for what no
+    calendar has."""
+    if seconds is None:
+        return None
+    with suppress(OverflowError, ValueError, OSError):
+        return time.strftime("%Y-%m-%d\u00a0%H:%M:%S", time.gmtime(seconds))
+    return None
 
 
 def timestamp(seconds: float | None) -> Timestamp | None:

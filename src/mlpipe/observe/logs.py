@@ -6,7 +6,6 @@ ended. Ranks' logs have a time before each line (`train/logs.py`).
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from mlpipe._core.serial import read_json
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
 
@@ -106,23 +106,28 @@ class Reader:
         for rank in chosen:
             if ranks[rank] not in self._files:
                 train = self._plan(key).get("command") is None
-                several = train and self._rank is None and _num_workers(self._plan(key)) > 1
+                several = train and self._rank is None and _has_several_workers(self._plan(key))
                 self._files[ranks[rank]] = LogFile(
                     ranks[rank], stage, attempt, rank, stamped=train and rank is not None, several=several
                 )
             yield self._files[ranks[rank]]
 
     def _plan(self, key: str) -> dict[str, Any]:
-        """As JSON, since it may be of another version of mlpipe."""
+        """As JSON, since it may be of another version of mlpipe; empty where it is none: logs are there."""
         if key not in self._plans:
             path = f"{key}/plan.json"
-            self._plans[key] = json.loads(self.store.get(path)) if self.store.exists(path) else {}
+            try:
+                plan = read_json(self.store.get(path)) if self.store.exists(path) else {}
+            except ValueError:
+                plan = {}
+            self._plans[key] = plan if isinstance(plan, dict) else {}
         return self._plans[key]
 
 
-def _num_workers(plan: dict[str, Any]) -> int:
-    launch = plan.get("launch", {})
-    return int(launch.get("num_nodes", 1) * launch.get("nproc_per_node", 1))
+def _has_several_workers(plan: dict[str, Any]) -> bool:
+    launch = plan.get("launch")
+    counts = (launch.get("num_nodes"), launch.get("nproc_per_node")) if isinstance(launch, dict) else ()
+    return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 def merged(logs: Iterable[tuple[LogFile, list[Line]]], *, several_stages: bool) -> Iterator[bytes]:

@@ -100,12 +100,13 @@ def write_report(store: Store, view: RunView, out: Path | None = None) -> str:
 
 def write_page(store: Store, run_id: str, html: str, out: Path | None) -> str:
     """Writes the page to `out`, or into the run in the store; returns the file's path or the store's key."""
+    page = html.encode(errors="replace")  # half of a pair, as "\\ud800" in JSON is, has no encoding
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(html, encoding="utf-8")
+        out.write_bytes(page)
         return str(out)
     key = f"runs/{run_id}/report.html"
-    store.put(key, html.encode())
+    store.put(key, page)
     local = store.local_path(key)
     return str(local) if local is not None else f"{store.url}/{key}"
 

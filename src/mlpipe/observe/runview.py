@@ -6,7 +6,6 @@ one that matters most, so it is written whatever else is broken.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,6 +16,7 @@ from mlpipe._core.errors import StoreError
 from mlpipe._core.load import Load
 from mlpipe._core.record_lines import NOT_STARTED, read_fields
 from mlpipe._core.records import Evaluation, Fallback, Launched, Record, Start, Submitted
+from mlpipe._core.serial import read_json
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.observe.goodput import Attempt, Ledger, account, add
 from mlpipe.observe.profiles.stored import StoredProfile, profiles_of_stage
@@ -277,7 +277,7 @@ def _readable(store: Store, key: str, parse: Callable[[bytes], T], problems: lis
 
 
 def _json_object(data: bytes) -> dict[str, Any]:
-    value = json.loads(data)
+    value = read_json(data)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value

@@ -6,7 +6,6 @@ Sequences are the unit of a batch: `global_batch = micro_batch * num_data_ranks 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from mlpipe._core.gate import Mode
 from mlpipe._core.pipelines import Schedule
 from mlpipe._core.quantized import Base
-from mlpipe._core.serial import SPARSE, from_plain, to_plain, write_json
+from mlpipe._core.serial import SPARSE, from_plain, read_json, to_plain, write_json
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.plan.cluster import ClusterPlan
 
@@ -732,7 +731,7 @@ class Plan:
         naming the path of what does not fit."""
         from mlpipe.plan.older import of_this_version
 
-        data = of_this_version(json.loads(text))
+        data = of_this_version(read_json(text))
         if not isinstance(data, dict):
             raise ValueError("$: expected an object")
         # a version that had a key for every kind wrote null for all but one

@@ -13,6 +13,7 @@ from mlpipe._core.processes import ProcessId, is_alive, this_process
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RUN_ENDED, WAITS_FOR_STAGES, Lease, RunState, update_run, write_index_key
 
+_LONGEST_SECONDS = 3600.0  # no driver takes one for so long: a clock was wrong, or it was made up
 _RESTART_SECONDS = 120.0  # for a cluster to start a driver in place of one that let go
 
 
@@ -74,7 +75,7 @@ def release_lease(store: Store, run_id: str, holder: str) -> RunState:
 
 def lease_is_live(lease: Lease | None) -> bool:
     """Whether somebody drives the run, as far as can be told from here."""
-    if lease is None or lease.expires < time.time():
+    if lease is None or not 0 <= lease.expires - time.time() <= _LONGEST_SECONDS:
         return False
     alive = is_alive(ProcessId(lease.pid, lease.namespace, lease.started))
     if alive is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from mlpipe._core.errors import ErrorKind
+from mlpipe._core.errors import DamagedError, ErrorKind
+from mlpipe._core.serial import from_plain, read_json
 from mlpipe.store.base import Store
 
 NODE_FAULT = "node_fault"
@@ -42,9 +43,8 @@ class AttemptOutcome:
     def from_plain(document: Mapping[str, Any]) -> AttemptOutcome:
         """Of this version or another, which may lack what is new."""
         known = {name: document[name] for name in _NAMES if name in document}
-        return AttemptOutcome(
-            **known, details={name: value for name, value in document.items() if name not in known}
-        )
+        details = {name: value for name, value in document.items() if name not in known}
+        return replace(from_plain(AttemptOutcome, known), details=details)
 
 
 _NAMES = tuple(item.name for item in fields(AttemptOutcome) if item.name != "details")
@@ -56,5 +56,14 @@ def write_outcome(store: Store, key: str, outcome: AttemptOutcome) -> None:
 
 
 def read_outcome(store: Store, key: str) -> AttemptOutcome | None:
-    """None if there is none: what ran the attempt was killed, or still runs. Raises StoreError."""
-    return AttemptOutcome.from_plain(json.loads(store.get(key))) if store.exists(key) else None
+    """None if there is none: what ran the attempt was killed, or still runs. Raises StoreError; DamagedError
+    for what no launcher has written."""
+    if not store.exists(key):
+        return None
+    try:
+        document = read_json(store.get(key))
+        if not isinstance(document, dict):
+            raise ValueError("not an object")
+        return AttemptOutcome.from_plain(document)
+    except ValueError as error:
+        raise DamagedError(f"not an attempt's outcome: {error}", where=f"{store.url}/{key}") from error

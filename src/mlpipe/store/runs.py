@@ -33,6 +33,10 @@ SCHEMA_VERSION = 1
 WAITS_FOR_STAGES = "waits for its other stages to be asked for"  # the message of a run that needs no driver
 _CLAIM_SECONDS = 30.0  # between pipeline.yaml and run.json: who takes longer is gone
 _NUM_TRIES = 40
+_META: dict[str, type] = {  # of RunState, what is read without another look
+    "set": list, "stages": list, "allowed": dict, "init_from": dict,
+    "trials": dict, "metric": dict, "batch": dict, "rungs": dict,
+}  # fmt: skip
 _INDEX_KEY = re.compile(r"index/([^/]+)/([0-9]{6,})-([a-z]+)")
 
 RunStatus = Literal["pending", "running", "done", "failed", "cancelled"]
@@ -320,6 +324,7 @@ def _read(store: Store, run_id: str, *, known: bool = False) -> tuple[RunState, 
         raise StoreError(message, where=store.url, hint=hint, kind="input") from None
     try:
         run = from_json(RunState, data)
+        _check_sound(run, run_id)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"not a run's state: {error}", where=f"{store.url}/{key}") from error
     if run.schema_version != SCHEMA_VERSION:
@@ -333,6 +338,25 @@ def _read(store: Store, run_id: str, *, known: bool = False) -> tuple[RunState, 
         ordered = {name: run.stages[name] for name in map(str, names) if name in run.stages}
         run = replace(run, stages={**ordered, **run.stages})
     return run, etag
+
+
+def _check_sound(run: RunState, run_id: str) -> None:
+    """Others may write into the store. Raises ValueError for what no driver has written."""
+    if run.run_id != run_id:
+        raise ValueError(f"it is that of {run.run_id!r}")
+    for name, stage in run.stages.items():
+        if not is_name(name) or stage.attempt < 0:
+            raise ValueError(f"stage {name!r}, attempt {stage.attempt}")
+        metrics = stage.outcome.get("metrics") or {}
+        if not isinstance(metrics, dict) or any(
+            isinstance(value, (str, list, dict)) for value in metrics.values()
+        ):
+            raise ValueError(f"metrics of stage {name} are not numbers")
+    for name, kind in _META.items():
+        if not isinstance(run.meta.get(name, kind()), kind):
+            raise ValueError(f"meta.{name} is not a {kind.__name__}")
+    if not all(isinstance(override, str) for override in run.meta.get("set", ())):
+        raise ValueError("meta.set has more than texts")
 
 
 def _update(

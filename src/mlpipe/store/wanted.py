@@ -27,7 +27,8 @@ def is_asked(store: Store, run_id: str, stage: str) -> bool:
 
 def asked(store: Store, run_id: str) -> list[str]:
     """The stages, by name."""
-    return [info.key.rpartition("/")[2] for info in store.list(f"runs/{run_id}/wanted")]
+    listed = store.list(f"runs/{run_id}/wanted", recursive=False)
+    return [info.key.rpartition("/")[2] for info in listed if not info.key.endswith("/")]
 
 
 def take(store: Store, run_id: str, stages: Iterable[str]) -> None:

@@ -172,6 +172,12 @@ def test_lines_that_lie_are_read_as_far_as_they_are_true():
     assert found.metrics == {"accuracy": 1}
     assert parse({"kind": "validation", "time": 1.0, "metrics": {"loss": "low"}}).metrics is None
     assert json.loads(encode(replace(found, metrics={"loss": math.nan})))["metrics"] == {"loss": None}
+    endless = json.loads('{"kind": "step", "time": 1.0, "step": 4, "loss": 1e999, "seconds": NaN}')
+    step = parse(endless | {"tokens": 10**400})
+    assert (step.loss, step.seconds, step.tokens) == (None, None, None)
+    for when in (-1.0, 1e308, math.inf, 10**60):  # no calendar has it
+        assert parse({"kind": "step", "time": when, "step": 4}) is None
+    assert parse({"kind": "validation", "time": 1.0, "metrics": {"loss": math.inf}}).metrics is None
     news = parse({"kind": "news", "time": 2.0, "rank": 1, "what": "of a later version"})
     assert (news.kind_name, news.rank, news.line["what"]) == ("news", 1, "of a later version")
 

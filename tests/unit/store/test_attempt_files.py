@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from mlpipe._core.errors import DamagedError
 from mlpipe.store import outcome, preflight, profiles, replicas, wanted
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import AttemptOutcome
@@ -227,8 +228,29 @@ def test_a_stage_is_asked_for_until_it_is_taken_up(store):
     for stage in ("train", "corpus", "train"):
         wanted.ask(store, "r", stage)
     wanted.ask(store, "other", "evaluate")
+    store.put("runs/r/wanted/below/evaluate", b"by another hand")  # which nobody would ever take away
     assert wanted.asked(store, "r") == ["corpus", "train"]
+    store.delete(["runs/r/wanted/below/evaluate"])
     wanted.take(store, "r", ["train", "evaluate"])
     assert [wanted.is_asked(store, "r", stage) for stage in ("train", "corpus")] == [False, True]
     assert wanted.asked(store, "other") == ["evaluate"]
     assert keys(store, "runs/r") == ["runs/r/wanted/corpus"]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        "",
+        "[]",
+        "{",
+        '{"outcome": 3}',
+        '{"outcome": "done", "step": "x"}',
+        '{"outcome": "done", "time": 1e999}',
+    ],
+)
+def test_an_outcome_that_no_launcher_wrote_is_damaged(store, lie):
+    outcome.write_outcome(store, "o", AttemptOutcome("done", step=3, details={"passed": True}))
+    assert outcome.read_outcome(store, "o") == AttemptOutcome("done", step=3, details={"passed": True})
+    store.put("o", lie.encode())
+    with pytest.raises(DamagedError, match="not an attempt's outcome"):
+        outcome.read_outcome(store, "o")

@@ -14,7 +14,7 @@ import pytest
 from kit.clock import Clock
 
 from mlpipe._core import environment
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe.store import leases, runs
 from mlpipe.store.folder import FolderStore
 
@@ -257,9 +257,25 @@ def test_an_unknown_or_damaged_run_is_one_clear_error(store, tmp_path):
             runs.read_run(store, run_id)
         assert caught.value.kind == "input"
     create(store)
-    (tmp_path / "runs/r-1/run.json").write_text('{"schema_version": 1}')
-    with pytest.raises(StoreError, match="not a run's state"):
-        runs.read_run(store, "r-1")
+    path = tmp_path / "runs/r-1/run.json"
+    sound = path.read_text()
+    for lie in (
+        '{"schema_version": 1}',
+        sound.replace('"run_id": "r-1"', '"run_id": "r-2"'),
+        sound.replace('"attempt": 0', '"attempt": -1'),
+        sound.replace('"attempt": 0', f'"attempt": 1{400 * "0"}'),
+        sound.replace('"a": {', '"a\\n../": {'),
+        sound.replace('"meta": {', '"meta": {"set": [1], '),
+        sound.replace('"meta": {', '"meta": {"init_from": "x", '),
+        sound.replace('"outcome": {}', '"outcome": {"metrics": {"val_loss": "x"}}'),
+        sound.replace('"started": null', '"started": 1e999'),
+        sound.replace('"started": null', '"started": NaN'),
+        100_000 * "[",
+    ):
+        assert lie != sound
+        path.write_text(lie)
+        with pytest.raises(DamagedError, match="not a run's state"):
+            runs.read_run(store, "r-1")
 
 
 def test_a_lease_is_kept_from_others_until_it_expires(store):
@@ -278,6 +294,9 @@ def test_a_lease_is_kept_from_others_until_it_expires(store):
     assert runs.read_run(store, "r-1").driver.holder == "two"
     leases.release_lease(store, "r-1", "two")
     assert runs.read_run(store, "r-1").driver is None
+    forever = runs.Lease("nobody", "elsewhere", 1, time.time() + 1e7)  # as of a clock that was wrong
+    runs.update_run(store, "r-1", lambda run: replace(run, driver=forever))
+    assert leases.take_lease(store, "r-1", "one", 60).driver.holder == "one"
 
 
 def test_a_run_that_nobody_drives_is_told_from_one_that_is_about_to_be(monkeypatch):

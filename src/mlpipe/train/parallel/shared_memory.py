@@ -142,9 +142,12 @@ def _new_folder() -> tuple[str, IO[bytes]]:
     try:
         _lock(handle)
         for left in FOLDER.glob(f"{prefix}*"):
-            with suppress(OSError), (left / "alive").open("rb") as alive:
-                fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError):
+                if left.lstat().st_uid != os.getuid():
+                    continue  # anybody may make files here, and opening a pipe waits
+                with (left / "alive").open("rb") as alive:
+                    fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=FOLDER))
         (folder / "locks").touch()
         made = (folder / "alive").open("wb")
