@@ -151,6 +151,19 @@ def test_what_is_in_use_stays(tmp_path, monkeypatch):
     os.close(handle)
 
 
+def test_what_another_user_puts_there_is_not_opened(tmp_path, monkeypatch):
+    """Opening a pipe waits for who writes into it."""
+    nobody = os.getuid() + 1
+    theirs = tmp_path / f"{shared_memory.PREFIX}{nobody}-x"
+    theirs.mkdir()
+    os.mkfifo(theirs / "alive")
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    monkeypatch.setattr(os, "getuid", lambda: nobody)
+    _, made = shared_memory._new_folder()
+    assert theirs.exists()
+    made.close()
+
+
 def test_no_rank_starts_where_shared_memory_is_too_small(tmp_path):
     plan = plans.train_plan(
         tmp_path / "store", plans.write_tokens(tmp_path / "tokens"), strategy="fsdp",
