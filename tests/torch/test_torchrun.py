@@ -123,6 +123,23 @@ def test_a_rank_that_was_buried_and_not_told_of_ends_no_torchrun(monkeypatch: py
     closed.close(signal.SIGTERM)
 
 
+def test_what_befell_a_rendezvous_is_named_without_a_look_at_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    record = rendezvous._BackendRendezvousStateHolder._record
+    holder = SimpleNamespace(_settings=SimpleNamespace(run_id="r"))
+    monkeypatch.setattr(rendezvous, "construct_and_record_rdzv_event", lambda name, **_: found.append(name))
+    monkeypatch.setattr(rendezvous, "get_method_name", rendezvous.get_method_name)  # which ends with the test
+
+    def befell() -> None:
+        record(cast(Any, holder), "words")
+
+    befell()
+    torchrun._name_callers()
+    monkeypatch.setattr(rendezvous.inspect, "stack", None)
+    befell()
+    assert found == ["SimpleNamespace.befell"] * 2
+
+
 def test_a_fork_server_that_has_just_been_killed_is_asked_again() -> None:
     answers = iter([EOFError("unexpected EOF"), ConnectionRefusedError(), None])
 

@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
     node = GangNode.from_environment()
     _number_nodes(node.index)
     _count_rounds()
+    _name_callers()
     if node.index and not _first_node_listens(node.rendezvous):
         words = f"node 0 did not listen at {node.rendezvous} within {RENDEZVOUS_SECONDS:.0f} s"
         print(f"{words}; is its pod running? `mlpipe status` says why it is not")  # noqa: T201
@@ -101,6 +102,14 @@ def _count_rounds() -> None:
             self._remaining_restarts = left
 
     LocalElasticAgent._start_workers = counted  # type: ignore[method-assign]
+
+
+def _name_callers() -> None:
+    """What torchrun records of a rendezvous has the name of the function that it befell. inspect.stack() would
+    look for the source of every frame, a dozen times: half a CPU second of a start."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
+
+    rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def _start_fork_server() -> None:
