@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlpipe._core.errors import TrainError
+from mlpipe.train.order import distinct
 from mlpipe.train.shard_cache import CachedFile, ShardCache, check_room
 from mlpipe.train.tokens import DTYPES, Split, TokenDataset, TokenFolder
 from mlpipe.train.windows import WINDOW, Windowed
@@ -42,7 +43,7 @@ class ShardedTokens(TokenDataset, Windowed):
         """As of one file."""
         shards = np.searchsorted(self._offsets, indices, side="right") - 1
         tokens = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
-        for shard in np.unique(shards).tolist():
+        for shard in distinct(shards):
             rows = np.flatnonzero(shards == shard)
             starts = (indices[rows] - self._offsets[shard]) * self.seq_len
             tokens[rows] = self._mapped(shard)[starts[:, None] + self._window]

@@ -105,8 +105,8 @@ def _count_rounds() -> None:
 
 
 def _name_callers() -> None:
-    """What torchrun records of a rendezvous has the name of the function that it befell. inspect.stack() would
-    look for the source of every frame, a dozen times: half a CPU second of a start."""
+    """Records of a rendezvous have the name of a function on the stack. inspect.stack() looks for the source
+    of every frame, a dozen times: half a CPU second of a start."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
 
     rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name

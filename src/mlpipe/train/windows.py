@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from mlpipe.train.order import Ordered, order, order_at
+from mlpipe.train.order import Ordered, distinct, order, order_at
 
 WINDOW = 8  # pieces whose samples are mixed
 
@@ -49,10 +49,10 @@ class Windowed(Ordered):
         """Sample indices at these global positions."""
         epochs, within = np.divmod(positions, self.num_samples)
         indices = np.empty(len(positions), dtype=np.int64)
-        for epoch in np.unique(epochs).tolist():
+        for epoch in distinct(epochs):
             pieces, ends = self._windows_of(seed, epoch)
             numbers = np.searchsorted(ends, within, side="right")
-            for number in np.unique(numbers[epochs == epoch]).tolist():
+            for number in distinct(numbers[epochs == epoch]):
                 chosen = (epochs == epoch) & (numbers == number)
                 begin, end = (int(ends[number - 1]) if number else 0), int(ends[number])
                 unique = epoch * len(ends) + number

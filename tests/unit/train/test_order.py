@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise, product
 
 import numpy as np
@@ -14,6 +16,13 @@ from mlpipe.train.order import order
 pytestmark = pytest.mark.unit
 
 SEEDS = st.integers(0, 2**63 - 1)
+
+
+def test_a_rank_that_begins_imports_no_masked_arrays():
+    program = "import sys; from mlpipe.train.order import order; print(order(0, 1, 2, 2), *sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.startswith(f"{order(0, 1, 2, 2)} ")
+    assert "numpy.ma" not in said.split()
 
 
 def test_every_epoch_is_a_permutation():
