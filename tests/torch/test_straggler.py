@@ -31,6 +31,7 @@ GROUPS = (
     GroupPlan("fast", 1, 1, 1.3333, micro_batch=4, activation_checkpointing="none", **_OTHERS, **_PRICES),
     GroupPlan("slow", 1, 1, 0.66667, micro_batch=1, activation_checkpointing="full", **_OTHERS, **_PRICES),
 )
+SPLIT = {"blocks.*.up": "column", "blocks.*.down": "row"}
 PREFLIGHT = PreflightPlan(slow_ratio=0.5, clock_seconds=3600.0, disk_bytes=1, store_bytes_per_second=1.0)
 
 
@@ -150,20 +151,43 @@ def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
         assert f"slow: rank {SLOW} (" in live_line(summary, width=200)
 
 
-def test_data_ranks_of_several_workers_have_the_share_of_their_class(tmp_path):
-    """Of two workers each, and of the first class, which has two thirds of each batch: the losses are those
-    of one process. Gradients, and other axes: test_gradients.py."""
+@pytest.mark.combines("tp", "stragglers move_load")
+def test_data_ranks_of_several_workers_have_the_share_of_their_class_or_of_the_slowest_of_them(tmp_path):
+    """Two workers each. The first class has two thirds of each batch, or load moves off the second pair, of
+    which one is slow: the losses are those of one process. Gradients, and other axes: test_gradients.py."""
     tokens = plans.write_tokens(tmp_path / "tokens")
-    common: dict[str, Any] = {"steps": 4, "every": 100}
-    alone = plans.train_plan(tmp_path / "store", tokens, world_size=1, run_id="alone", **common)
-    mixed = plans.train_plan(
-        tmp_path / "store", tokens, world_size=4, mesh=Mesh(dp_replicate=2, tp=2), run_id="mixed", **common,
-        communication="resident", groups=tuple(replace(one, num_nodes=2, num_workers=2) for one in GROUPS),
-    )  # fmt: skip
-    for plan in (alone, mixed):
-        plans.run_together([plan], tmp_path / plan.run_id)
-    expected = plans.losses(tmp_path / "store", alone)
-    assert plans.losses(tmp_path / "store", mixed) == pytest.approx(expected, rel=1e-5)
-    each = [plans.records(tmp_path / "store", mixed, rank) for rank in range(4)]
-    tokens_of = [{one["tokens"] for one in records if one["kind"] == "step"} for records in each]
-    assert tokens_of == [{11 * 32}, {0}, {5 * 32}, {0}], "of a class its first worker counts"
+    seconds = {1: [0.0], 4: [0.005, 0.005, 0.005, 0.02]}
+    made = {}
+    for num_ranks, mesh in ((1, Mesh()), (4, Mesh(dp_replicate=2, tp=2))):
+        common: dict[str, Any] = {"world_size": num_ranks, "mesh": mesh, "every": 100, "deterministic": False}
+        groups = tuple(replace(one, num_nodes=2, num_workers=2) for one in GROUPS)
+        paced = ModelPlan(Entry("kit.models:paced", {"seconds": seconds[num_ranks]}), None, 32, (), SPLIT)
+        if num_ranks > 1:
+            common |= {"communication": "resident"}
+        made[num_ranks] = [
+            plans.train_plan(
+                tmp_path / "store", tokens, run_id=f"mixed {num_ranks}", steps=4, **common,
+                groups=groups if num_ranks > 1 else (),
+            ),
+            plans.train_plan(
+                tmp_path / "store", tokens, run_id=f"moved {num_ranks}", steps=14, model=paced,
+                moves_load=True, **{**common, "micro_batch": 2, "accumulation": 8 // mesh.num_data_ranks},
+            ),
+        ]  # fmt: skip
+        plans.run_together(made[num_ranks], tmp_path / str(num_ranks))
+    for alone, together in zip(*made.values(), strict=True):
+        expected = plans.losses(tmp_path / "store", alone)
+        assert plans.losses(tmp_path / "store", together) == pytest.approx(expected, rel=1e-5)
+    mixed, moved = (
+        [
+            [one for one in plans.records(tmp_path / "store", plan, rank) if one["kind"] == "step"]
+            for rank in range(4)
+        ]
+        for plan in made[4]
+    )
+    counted = [{one["tokens"] for one in steps} for steps in mixed]
+    assert counted == [{11 * 32}, {0}, {5 * 32}, {0}], "of a class its first worker counts"
+    assert [steps[0]["share_ratio"] for steps in moved] == [1, 1, 1, 1]
+    first, second, third, last = (steps[-1]["share_ratio"] for steps in moved)
+    assert first == second > 1.1 > 0.9 > third == last, "all workers of a data rank have its share"
+    assert [steps[-1]["slowness_ratio"] > 1.2 for steps in moved] == [False, False, False, True]

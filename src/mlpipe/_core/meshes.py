@@ -49,7 +49,10 @@ MIXES: tuple[Mix, ...] = (
     Mix("tp", "adapter.base", (), "weights of few bits are split by whole rows"),
     Mix("pp", "adapter.base", (), "a stage keeps its weights as they are"),
     *(Mix(axis, "communication", ("on_demand",), _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
-    *(Mix(axis, "stragglers", ("move_load",), _TOGETHER) for axis in ("pp", "cp", "tp", "ep")),
+    Mix(
+        "pp", "stragglers", ("move_load",), "its ranks may hold all microbatches of a share, which would grow"
+    ),
+    Mix("ep", "stragglers", ("move_load",), "ranks that send each other rows have equal shares"),
     *(Mix(axis, "compress", (), "it is for gradients of whole models") for axis in ("pp", "dp_shard", "tp")),
     *(Mix(axis, "float8", (True,), "scales are of whole matrices") for axis in ("pp", "tp")),
     Mix("tp", "loss", ("fused",), "each of its workers has a part of the vocabulary"),

@@ -211,7 +211,13 @@ def groups(plans: Sequence[GroupPlan]) -> list[str]:
 def mixed_words(mixed: MixedPlan) -> list[str]:
     """How fast they are together, and how to ask for it."""
     step, even = (format_step_seconds(one or 0.0) for one in (mixed.step_seconds, mixed.even_seconds))
-    keys = f"strategy: {mixed.strategy}, communication: {mixed.communication}, stragglers: move_load"
+    mesh = mixed.mesh
+    keys = f"strategy: {mixed.strategy}, communication: {mixed.communication}"
+    if mesh.num_data_ranks < mesh.world_size or mesh.ep > 1 or mesh.dp_replicate > 1 < mesh.dp_shard:
+        axes = ", ".join(f"{axis}: {size}" for axis, size in vars(mesh).items() if size > 1)
+        keys = f"mesh: {{{axes}}}, {keys}"
+    if mesh.pp == mesh.ep == 1:
+        keys += ", stragglers: move_load"
     return [
         f"  a step of {step}, with equal shares {even}; {mixed.tokens_per_second or 0.0:,.0f} tok/s",
         f"  train: {{{keys}}}",

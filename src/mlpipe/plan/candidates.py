@@ -190,7 +190,8 @@ def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Se
         share = global_batch(spec) // mesh.num_data_ranks
         # with fewer microbatches than stages a rank is idle for as long as it works
         sizes = [size for size in sizes if share // size >= mesh.pp] or sizes[-1:]
-        points.append((mesh, [Choices(size, mode, precision) for mode in modes for size in sizes]))
+        way = communications_of(spec, mesh)[-1]
+        points.append((mesh, [Choices(size, mode, precision, way) for mode in modes for size in sizes]))
     return search(pricer, points, data_parallel) if points else SearchResult()
 
 

@@ -52,6 +52,7 @@ class MixedPlan:
     knows."""
 
     strategy: str
+    mesh: Mesh
     communication: str
     groups: tuple[GroupPlan, ...]
     step_seconds: float | None
@@ -210,7 +211,7 @@ def _other_axes(spec: Train, shape: ModelShape, hardware: Hardware) -> Iterator[
     world, batch = least.world_size, global_batch(spec)
     # that comes out even for as many numbers of data ranks as can be
     batch = batch // world * world or max(n for n in range(1, batch + 1) if world % n == 0)
-    changes = {"stragglers": "leave", "precision": precision_on(spec, hardware)[0]}
+    changes = {"communication": "resident", "precision": precision_on(spec, hardware)[0]}
     alike = _of_batch(spec.model_copy(update=changes), batch)
     try:
         candidates = enumerate_candidates(alike, shape, least, every=False)
@@ -376,7 +377,7 @@ def _mixed(
         )
     equal = max(takes(index, -(-batch // whole)) for index in range(len(groups))) if samples else None
     rate = None if step is None else batch * sample_tokens / step
-    return MixedPlan(least.strategy, least.communication, tuple(plans), step, equal, rate)
+    return MixedPlan(least.strategy, mesh, least.communication, tuple(plans), step, equal, rate)
 
 
 def _sample_seconds(hardware: Hardware, each: Sequence[_Way]) -> list[float]:

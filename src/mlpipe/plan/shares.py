@@ -117,11 +117,6 @@ class SharesOfStages:
         """By rank."""
         return {ranks[at]: ratio for ranks, shares in self._stages for at, ratio in shares.stragglers.items()}
 
-    @property
-    def speeds(self) -> list[float] | None:
-        """Of the ranks of the first stage."""
-        return self._stages[0][1].speeds
-
 
 def _over_others(values: Sequence[float]) -> list[float]:
     """Each over the median of the rest; of one alone 1."""

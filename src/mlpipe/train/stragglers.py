@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlpipe.plan.shares import SharesOfStages
+from mlpipe.plan.shares import Shares, SharesOfStages
 from mlpipe.train.loop import Loop
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.outcome import node_name, write_slow
@@ -38,7 +38,9 @@ class WatchingLoop(Loop):
         stages: list[list[int]] = [[] for _ in range(mesh.pp)]
         for rank in range(mesh.world_size):
             stages[mesh.coordinates(rank)["pp"]].append(rank)
-        self.shares = SharesOfStages(stages, self.plan.speeds)
+        speeds = self.plan.speeds  # of data ranks; each stage has all of them, in the same order
+        expected = None if speeds is None else [speeds[mesh.data_rank(rank)] for rank in stages[0]]
+        self.shares = SharesOfStages(stages, expected)
         self.nodes = [""] * mesh.world_size
         dist.all_gather_object(self.nodes, node_name())
 
@@ -61,7 +63,11 @@ class WatchingLoop(Loop):
         told = torch.cat([totals, everyone])
         dist.all_reduce(told)
         totals.copy_(told[: len(totals)])
-        self.shares.heard(told[len(totals) :].tolist())
+        self.heard(told[len(totals) :].tolist())
+
+    def heard(self, seconds: Sequence[float]) -> None:
+        """What each rank took for a unit of its work."""
+        self.shares.heard(seconds)
 
     def more_fields(self) -> dict[str, Any]:
         """Who is slow, too."""
@@ -86,16 +92,37 @@ class WatchingLoop(Loop):
 
 @dataclass
 class MovingLoop(WatchingLoop):
-    """Each of its ranks reads samples of its own, the fewer the slower it is."""
+    """Each of its data ranks reads samples of its own, the fewer the slower the slowest of its ranks is.
+    `counted`: tokens of this rank in the last step."""
 
+    moved: Shares = field(init=False)
+    counted: int = 0
     share_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.moved = Shares(self.plan.mesh.num_data_ranks, self.plan.speeds)
+
+    def gradients(self, number: int, batches: Sequence[Microbatch]) -> LossSum:
+        """As ever."""
+        self.counted = sum(one.num_tokens for one in batches if one.counts)
+        return super().gradients(number, batches)
 
     def total(self, totals: Tensor) -> None:
         """And who reads how many from now on."""
-        num_tokens = float(totals[3])
         super().total(totals)
-        self.share_ratio = num_tokens * self.session.world.size / max(float(totals[3]), 1.0)
-        self.reader.loader.speeds = self.shares.speeds
+        num_ranks = self.session.world.num_gradient_ranks
+        self.share_ratio = self.counted * num_ranks / max(float(totals[3]), 1.0)
+        self.reader.loader.speeds = self.moved.speeds
+
+    def heard(self, seconds: Sequence[float]) -> None:
+        """Those of a data rank wait for each other within a microbatch."""
+        super().heard(seconds)
+        mesh = self.plan.mesh
+        slowest = [0.0] * mesh.num_data_ranks
+        for rank, told in enumerate(seconds):
+            slowest[mesh.data_rank(rank)] = max(told, slowest[mesh.data_rank(rank)])
+        self.moved.heard(slowest)
 
     def more_fields(self) -> dict[str, Any]:
         """With its share."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kit.rendered import IMAGE, pipeline_of, plan_of
 
 from mlpipe._core.errors import PlanError
+from mlpipe.cli.plan_table import mixed_words
 from mlpipe.plan.asked_groups import parse_groups, plan_groups
 from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.gang_node import GangNode
@@ -165,9 +166,20 @@ def test_workers_that_compute_the_same_samples_are_of_one_class_and_have_one_sha
 
 
 def test_axes_within_a_class_are_found_where_data_parallelism_does_not_fit_the_least_machine():
-    train = plan_of(pipeline_of("llm", IN_FILE % "A100-40GB"), "train").work.training
-    assert train.mesh.tp > 1
+    """Where load moves, those along which it can."""
+    pipeline = pipeline_of("llm", IN_FILE % "A100-40GB", "train.stragglers=move_load")
+    train = plan_of(pipeline, "train").work.training
+    mesh = train.mesh
+    assert mesh.tp > 1 == mesh.pp == mesh.ep
     assert train.groups[1].memory_bytes < 40 * 2**30
+    assert len(train.speeds) == mesh.num_data_ranks
+    found = mixed(PIPELINE, "2xH200,4xA100-40GB")
+    assert found.mesh == mesh
+    assert f"train: {{mesh: {{dp_shard: {mesh.dp_shard}, tp: {mesh.tp}}}, strategy" in mixed_words(found)[1]
+    alike = "train.resources={nodes: 4, gpus_per_node: 8, gpu: A100-40GB}"
+    alone = plan_of(pipeline_of("llm", alike, "train.stragglers=move_load"), "train").work.training
+    assert alone.mesh.tp > 1
+    assert (alone.communication, alone.reshard_after_forward) == ("resident", False)
 
 
 def test_what_was_tried_and_what_each_group_would_do_alone_is_told():
