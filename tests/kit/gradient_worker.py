@@ -45,13 +45,9 @@ MIXES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "cp fsdp, ring": (Mesh(dp_shard=2, cp=2), {"context_exchange": "ring"}),
     "cp tp": (Mesh(cp=2, tp=2), {}),
     "cp tp, ring": (Mesh(cp=2, tp=2), {"context_exchange": "ring"}),
-    "tp fsdp, zero2": (Mesh(dp_shard=2, tp=2), {"strategy": "zero2"}),
-    "cp fsdp, zero2": (Mesh(dp_shard=2, cp=2), {"strategy": "zero2"}),
-    "ep, zero2": (Mesh(dp_shard=4, ep=2), {"experts": True, "strategy": "zero2"}),
     "ep": (Mesh(dp_shard=4, ep=2), {"experts": True}),
     "ep hsdp": (Mesh(dp_replicate=2, dp_shard=2, ep=2), {"experts": True}),
     **{f"pp fsdp, {name}": (Mesh(pp=2, dp_shard=2), {"schedule": name}) for name in list(BLOCKS)[:3]},
-    "pp fsdp, zero2": (Mesh(pp=2, dp_shard=2), {"schedule": "1f1b", "strategy": "zero2"}),
     "pp ep, gpipe": (Mesh(pp=2, dp_shard=2, ep=2), {"schedule": "gpipe", "experts": True}),
     "pp ep, interleaved": (Mesh(pp=2, dp_shard=2, ep=2), {"schedule": "interleaved", "experts": True}),
     "pp cp, gpipe": (Mesh(pp=2, cp=2), {"schedule": "gpipe"}),
@@ -60,13 +56,11 @@ MIXES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     **{f"pp ddp, {name}": (Mesh(pp=2, dp_replicate=2), {"schedule": name}) for name in BLOCKS},
     **{f"pp tp, {name}": (Mesh(pp=2, tp=2), {"schedule": name}) for name in BLOCKS},
     # classes of machines, of which the second has 3 of 8 samples
-    "tp ddp, groups": (Mesh(dp_replicate=2, tp=2), {"groups": True}),
     "tp fsdp, groups": (Mesh(dp_shard=2, tp=2), {"groups": True, "strategy": "zero2"}),
-    "cp ddp, groups": (Mesh(dp_replicate=2, cp=2), {"groups": True}),
     "cp fsdp, groups": (Mesh(dp_shard=2, cp=2), {"groups": True, "strategy": "zero2"}),
     **{
         f"pp ddp, {name}, groups": (Mesh(pp=2, dp_replicate=2), {"groups": True, "schedule": name})
-        for name in ("gpipe", "1f1b", "zero_bubble")
+        for name in ("1f1b", "zero_bubble")
     },
     "pp fsdp, groups": (
         Mesh(pp=2, dp_shard=2), {"groups": True, "schedule": "1f1b", "strategy": "zero2"}
