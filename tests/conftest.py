@@ -13,8 +13,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A busy machine is no reason to fail: no property here is about time.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine is no reason to fail: no property here is about time. A fixture that all examples share is
+# meant: said once, since a test's own list would stand in the place of this one.
+settings.register_profile(
+    "patient",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 settings.load_profile("patient")
 
 _MEMORY = Path("/dev/shm")

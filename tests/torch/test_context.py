@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import plans, processes
 from kit.weights import held
@@ -112,7 +112,7 @@ def timed(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     num_ranks=st.integers(1, 4), chunk=st.integers(1, 9), batch=st.integers(1, 2), groups=st.integers(1, 3),
     kv_heads=st.integers(1, 3), channels=st.sampled_from([1, 4, 8]), seed=st.integers(0, 2**31),

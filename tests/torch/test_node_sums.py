@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpipe.train import node_sums
@@ -38,7 +38,7 @@ def sums_of(num_ranks: int, pids: list[int] | None = None) -> list[NodeSums]:
     return made
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.floats(width=64), min_size=3, max_size=3), min_size=1, max_size=20))
 def test_all_ranks_have_the_same_bits_of_every_sum(steps):
     """Each in its time; infinite values and NaN, too."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlpipe._core.errors import RenderError
@@ -37,7 +37,7 @@ VALUES = st.recursive(
     ),
     max_leaves=20,
 )  # fmt: skip
-RELAXED = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(max_examples=80)
 
 
 @RELAXED

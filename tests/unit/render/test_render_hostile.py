@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.rendered import QUICKSTART, RUN_ID, pipeline_of, plan_of
 
@@ -46,7 +46,7 @@ HOSTILE = st.one_of(
     ),
 )
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
-RELAXED = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(max_examples=40)
 TRAIN = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
 TRAINING = TRAIN.work.training
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlpipe._core.yaml import to_yaml
@@ -20,7 +20,7 @@ from mlpipe.spec.tree import MAX_BYTES, MAX_VALUES, parse
 pytestmark = pytest.mark.unit
 HERE = Path(__file__).parent
 EXAMPLES = [path.read_bytes() for path in sorted(HERE.glob("*/*.yaml")) if path.name != "deep.yaml"]
-RELAXED = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(max_examples=80)
 
 
 def load_or_refuse(data: bytes | str, overrides: tuple[str, ...] = ()) -> None:

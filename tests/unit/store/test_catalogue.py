@@ -8,7 +8,7 @@ import os
 import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpipe._core.errors import DamagedError, StoreError
@@ -55,7 +55,6 @@ def save(store, step, attempt=1, data=bytes(range(100)), commit=True, best=False
 
 
 @given(data=st.data())
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_range_of_a_blob_reads_back(store, data):
     whole = data.draw(st.binary(max_size=300))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=4)))
@@ -178,7 +177,7 @@ def test_discard_takes_one_away(store):
 
 
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7), cut=st.booleans())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_any_flipped_bit_and_any_cut_is_found(tmp_path, position, bit, cut):
     store = CuttingStore(tmp_path / "s")
     prefix = save(store, 1)
@@ -233,7 +232,7 @@ SOUND = manifest_of(PREFIX, [{"key": f"{PREFIX}/model-0", "size_bytes": 100, "bl
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_manifest_with_anything_in_any_place_is_sound_or_one_clear_error(data):
     path = data.draw(st.sampled_from([path for path in _paths(SOUND) if path]))
     odd = st.sampled_from([-1, 2**63, 2**70, 1e308, "../../x", "/etc/passwd", f"{PREFIX}/../y", [], {}, True])

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kit.store_race import race
@@ -92,7 +92,7 @@ class FolderMachine(RuleBasedStateMachine):
         assert [info.key for info in self.store.list("", recursive=False)] == top
 
 
-FolderMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+FolderMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
 TestFolder = FolderMachine.TestCase
 
 
@@ -100,7 +100,6 @@ _ODD = ["", "../x", "a/../b", "/etc/passwd", "a//b", "a/.", ".mlpipe-x", "a\\b",
 
 
 @given(key=st.text(max_size=30) | st.sampled_from(_ODD))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_key_never_leads_out_of_the_folder(tmp_path, key):
     store = FolderStore(tmp_path / "store")
     try:

@@ -8,7 +8,7 @@ import os
 import threading
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlpipe._core.errors import StoreError
@@ -269,7 +269,6 @@ def test_a_manifest_that_is_none_is_refused(tmp_path, change, words):
 
 
 @given(path=st.sampled_from(["../../x", "/etc/cron.d/x", "a/../../x", "", ".", "a\0b"]) | st.text(max_size=8))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_manifest_cannot_make_a_reader_write_elsewhere(tmp_path, path):
     store = FarStore(tmp_path / "evil")
     where = f"{STAGE}/outputs/MANIFEST.json"

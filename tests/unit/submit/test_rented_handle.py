@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit import vast as stand_in
 from kit.clock import Clock
@@ -147,7 +147,7 @@ def driver(tmp_path: Path, account: stand_in.Vast, clock: Clock) -> Driver:
 @example(0.5, "hangs", 0.0, [], 0)
 @example(0.5, "saves", 0.0, ["unheard"], 1)
 @example(0.5, "saves", 0.0, ["late"], 1)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=8)
 def test_never_over_budget_and_every_machine_goes_back(
     tmp_path_factory: pytest.TempPathFactory,
     clock: Clock,

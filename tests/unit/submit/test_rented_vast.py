@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import vast as stand_in
 from kit.clock import Clock
@@ -175,7 +175,7 @@ def rent_and_return(held: Rentals, made: Offer, number: int) -> Rental | None:
     st.lists(st.sampled_from([None, "lost", "unheard", "busy", "limited"]), max_size=12),
     st.integers(0, 4),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_whatever_is_lost_one_machine_is_rented_and_returned(
     account: stand_in.Vast,
     clock: Clock,
