@@ -162,6 +162,22 @@ def test_where_it_was_sent_is_told_and_one_that_is_taken_back_goes_on_as_another
     assert ended.message == "MultiKueue took it back from cluster west"
 
 
+def test_one_in_a_cluster_that_nobody_reaches_is_given_up_when_it_has_had_its_time(server, api, tmp_path):
+    """Done is what is said to be done until then."""
+    for is_done in (False, True):
+        store = FolderStore(tmp_path / str(is_done))
+        gang = Gang(store, api, PLAN)
+        made = until(lambda: server.objects.get(("jobsets", NAME)), "the JobSet")
+        server.put("jobsets", {**marked(made, suspend=False), "status": READY})
+        until(lambda run=gang: run._sent.ran, "it runs")
+        gang._sent._grace_seconds = 0.0
+        if is_done:
+            write_outcome(store, outcome_keys(PLAN)[0], AttemptOutcome("done"))
+        server.put("jobsets", marked(made))
+        ended = until(gang.poll, "its end")
+        assert (ended.state, ended.lost) == (("done", False) if is_done else ("failed", True))
+
+
 @pytest.mark.parametrize("is_ready", [True, False])
 def test_one_that_is_cancelled_has_saved_when_it_has_ended(server, api, tmp_path, is_ready):
     """There is nothing to wait for before all its pods run."""
