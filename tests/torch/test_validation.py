@@ -250,7 +250,7 @@ def test_the_best_is_better_than_all_before_and_hope_ends_after_patience():
     again.load(json.loads(json.dumps(judge.state())))
     assert again.why_stop is None
     assert again.judge(4, 0.7)  # the best, but no reason to hope
-    assert again.why_stop == "accuracy: the last 2 validations were no better than 0.7 at step 4"
+    assert again.why_stop == "accuracy: the last 2 validations were no better than 0.65 by more than 0.1"
     other = Judge(BestPlan("loss", "min"), None)
     other.load(again.state())
     assert other.value is None

@@ -68,11 +68,12 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
         )
     deadline = time.monotonic() + _START_SECONDS
     while True:
-        driver = runs.read_run(store, run_id, known=True).driver
-        if driver is not None and driver.pid == process.pid:
+        code = process.poll()
+        run = runs.read_run(store, run_id, known=True)
+        if run.driver is not None and run.driver.pid == process.pid:
             return
-        if (code := process.poll()) is not None:
-            if code == 0:
+        if code is not None:
+            if code == 0 or run.state == "done" or leases.lease_is_live(run.driver):
                 return  # nothing was left to do, it was done within a blink, or another driver does it
             words = log.read_text(errors="replace").rpartition("error: ")[2].strip()
             kind = next((kind for kind, known in EXIT_CODES.items() if known == code), None)

@@ -248,7 +248,9 @@ class Judge:
         if self.stop is None or self.best is None or self.num_without < self.stop.patience:
             return None
         than = "anything finite" if self.reference is None else f"{self.reference:.4g}"
-        if self.value is not None:
+        if self.reference is not None and self.stop.min_delta:  # the best one may be among them
+            than += f" by more than {self.stop.min_delta:g}"
+        elif self.value is not None:
             than = f"{self.value:.4g} at step {self.step}"
         what = "validation was" if self.num_without == 1 else "validations were"
         return f"{self.best.metric}: the last {self.num_without} {what} no better than {than}"

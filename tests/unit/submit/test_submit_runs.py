@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from click.testing import CliRunner
 from kit.command_runs import Cli, shell, until, write_spec
 from kit.synthetic_run import stage_plan, train_plan
 
+from mlpipe._core.errors import SubmitError
 from mlpipe.cli.app import app
 from mlpipe.cli.outcome import summary
 from mlpipe.cli.session import CliSession
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
-from mlpipe.submit import process
+from mlpipe.submit import detach, process
 
 pytestmark = pytest.mark.unit
 
@@ -445,3 +447,23 @@ def cli_argv(*arguments: str) -> list[str]:
     import sys
 
     return [sys.executable, "-m", "mlpipe.cli", *arguments]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_submits_a_run_second_at_once_leaves_it_to_the_first(tmp_path, monkeypatch, is_first):
+    store = FolderStore(tmp_path / "store")
+    runs.create_run(store, "r", "version: 1\n", "d", ["a"], "local", {"folder": str(tmp_path)})
+
+    def argv(*_: object) -> list[str]:
+        if not is_first:
+            other = runs.Lease("other", "elsewhere", 1, time.time() + 600, "another", 1)
+            runs.update_run(store, "r", lambda run: replace(run, driver=other))
+        return ["sh", "-c", "echo error: no >&2; exit 2"]
+
+    monkeypatch.setattr(detach, "driver_argv", argv)
+    if is_first:
+        with pytest.raises(SubmitError, match="the driver ended at once: no") as caught:
+            detach.detach(store, "r")
+        assert caught.value.kind == "input"
+    else:
+        detach.detach(store, "r")
