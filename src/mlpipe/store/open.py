@@ -54,5 +54,5 @@ def _folder(path: Path) -> Store:
 
     store = FolderStore(path)
     if store.root.exists() and not store.root.is_dir():
-        raise StoreError("is a file, and a store is a folder", where=store.url, hint=_KINDS, kind="input")
+        raise StoreError("is a file; a folder is needed here", where=store.url, hint=_KINDS, kind="input")
     return store

@@ -106,7 +106,7 @@ def test_infrastructure_exits_4(cli: Cli):
 
 def test_a_store_that_is_a_file_exits_2(cli: Cli):
     cli.store.write_text("a file where the store's folder should be")
-    assert f"{cli.store}: is a file, and a store is a folder" in cli("list", code=2).stderr
+    assert f"{cli.store}: is a file; a folder is needed here" in cli("list", code=2).stderr
 
 
 def test_a_bug_exits_1_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
