@@ -77,8 +77,8 @@ def test_a_driver_that_is_cut_off_killed_or_hopeless(place, hold):
         with place.cluster.inside():
             old = runs.read_run(place.store(), "frozen").driver
             os.kill(drivers("frozen")[0], signal.SIGKILL)
-            for_ever = replace(old, expires=old.expires + 1e9)
-            runs.update_run(place.store(), "frozen", lambda run: replace(run, driver=for_ever))
+            for_long = replace(old, expires=old.expires + 3000)
+            runs.update_run(place.store(), "frozen", lambda run: replace(run, driver=for_long))
         place.until("another driver", lambda: place.run_state("frozen").driver.holder != old.holder)
     place.submit(spec, "frozen", "--wait")
     assert place.run_state("frozen").stages["train"].attempt == 1

@@ -199,7 +199,7 @@ def write_run(
     """run.json with the given stages; `fields` of RunState besides (state, message)."""
     meta = {"pipeline": run_id.partition("-")[0], "git commit": "4f1c2d9"}
     create_run(store, run_id, pipeline, "0" * 64, list(states), "local", meta)
-    driver = Lease("driver", "elsewhere", 1, time.time() + 1e6)
+    driver = Lease("driver", "elsewhere", 1, time.time() + 3000)
     changed = {"state": "done", "created": BEGIN, "driver": driver, **fields, "stages": states}
     update_run(store, run_id, lambda run: replace(run, state="running"))
     update_run(store, run_id, lambda run: replace(run, **changed))

@@ -34,7 +34,7 @@ WAITS_FOR_STAGES = "waits for its other stages to be asked for"  # the message o
 _CLAIM_SECONDS = 30.0  # between pipeline.yaml and run.json: who takes longer is gone
 _NUM_TRIES = 40
 _META: dict[str, type] = {  # of RunState, what is read without another look
-    "set": list, "stages": list, "allowed": dict, "init_from": dict,
+    "set": list, "stages": list, "over": list, "allowed": dict, "init_from": dict,
     "trials": dict, "metric": dict, "batch": dict, "rungs": dict,
 }  # fmt: skip
 _INDEX_KEY = re.compile(r"index/([^/]+)/([0-9]{6,})-([a-z]+)")
@@ -355,8 +355,10 @@ def _check_sound(run: RunState, run_id: str) -> None:
     for name, kind in _META.items():
         if not isinstance(run.meta.get(name, kind()), kind):
             raise ValueError(f"meta.{name} is not a {kind.__name__}")
-    if not all(isinstance(override, str) for override in run.meta.get("set", ())):
-        raise ValueError("meta.set has more than texts")
+    if not all(isinstance(text, str) for name in ("set", "over") for text in run.meta.get(name, ())):
+        raise ValueError("meta.set or meta.over has more than texts")
+    if not all(isinstance(values, dict) for values in run.meta.get("trials", {}).values()):
+        raise ValueError("meta.trials has more than values by key")
 
 
 def _update(

@@ -267,6 +267,7 @@ def test_an_unknown_or_damaged_run_is_one_clear_error(store, tmp_path):
         sound.replace('"a": {', '"a\\n../": {'),
         sound.replace('"meta": {', '"meta": {"set": [1], '),
         sound.replace('"meta": {', '"meta": {"init_from": "x", '),
+        sound.replace('"meta": {', '"meta": {"trials": {"000": 3}, '),
         sound.replace('"outcome": {}', '"outcome": {"metrics": {"val_loss": "x"}}'),
         sound.replace('"started": null', '"started": 1e999'),
         sound.replace('"started": null', '"started": NaN'),

@@ -65,7 +65,7 @@ class World:
         monkeypatch.setattr("mlpipe.submit.dag_runner.time", self.clock)
         self.store, self.scratch = open_store(str(folder / "store")), folder / "scratch"
         runs.create_run(self.store, "run", "", "digest", ["a"], "local", {})
-        leases.take_lease(self.store, "run", "me", 1e9)
+        leases.take_lease(self.store, "run", "me", 3000)
         self.began = self.clock.now
         self.stages: Iterator[Stage] = iter(())
         self.make_plan: Callable[[str, int], Plan] = command_plan

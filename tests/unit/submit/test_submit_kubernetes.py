@@ -414,7 +414,7 @@ def test_a_driver_whose_pod_has_ended_is_not_waited_for(person, monkeypatch):
     ended = [{"state": {"terminated": {"exitCode": 137}}}]
     pod = {"metadata": {"name": "p"}, "status": {"containerStatuses": ended}}
     uid = person.server.put("pods", pod)["metadata"]["uid"]
-    lost = runs.Lease("dead", "p", 1, time.time() + 1e9, "boot pid:[1]", 1, "p", uid)
+    lost = runs.Lease("dead", "p", 1, time.time() + 3000, "boot pid:[1]", 1, "p", uid)
     runs.update_run(person.store, "r", lambda run: replace(run, driver=lost))
     monkeypatch.setattr(driver, "TAKEOVER_SECONDS", 5.0)
     stop = StopRequest()

@@ -179,7 +179,7 @@ def test_who_follows_a_trial_ends_as_it_does_and_not_as_an_earlier_attempt_did(s
     assert scenario.now - before < 5
     runs.reopen(store, "s", (), again=["000"])
     stands("running", "running")
-    leases.take_lease(store, "s", "me", 1e9)
+    leases.take_lease(store, "s", "me", 3000)
     scenario.moments = [lambda: stands("failed", "failed")]
     before = scenario.now
     assert sweep_follow.follow_trial(session, store, "s", "000") == 3
