@@ -158,6 +158,7 @@ def test_training_goes_on_after_its_driver_was_killed(cli: Cli):
     until(lambda: len(records(cli, 1, "step")) > 5, "the training to be on its way", 600)
     running.kill()
     running.communicate()
+    cli.env["KIT_WARM"] = "1"
     document = cli.json("resume", "r")
     assert document["state"] == "done"
     (start,) = records(cli, 2, "start")
