@@ -104,7 +104,7 @@ def script(plan: Plan, job: SlurmJob, output: str, part: str = "", *, array: Tas
     for number, other in enumerate(job.others, start=1):
         head.append("#SBATCH hetjob")
         head += [f"#SBATCH --{option}" for option in _of_component(plan, other, number, name)]
-    text = "\n".join(["#!/bin/bash", *head, "", _body(plan, job, part, array), ""])
+    text = "\n".join(["#!/bin/bash", *head, "", _body(plan, job, name, part, array), ""])
     if len(text.encode()) > MAX_BYTES:
         raise RenderError(
             f"the script has {len(text.encode())} bytes, Slurm takes {MAX_BYTES}",
@@ -239,8 +239,10 @@ class _Step:
         number = "$SLURM_NODEID" if self.first is None else f"$(({self.first} + SLURM_NODEID))"
         return f"""\
   srun --overlap {self.every_node} --mem=0 --gres=none sh -c \\
-    'pid=$0-{number}/pid n=60; until [ -s "$pid" ] || [ $((n -= 1)) = 0 ]; do sleep 1; done
-    kill -TERM "$(cat "$pid")"' "$scratch"\n"""
+    'at=$0-{number} n=60  # in /tmp another user might have made it, with a pid of our own
+    ours() {{ [ -s "$at/pid" ] && [ -O "$at" ] && [ ! -L "$at" ]; }}
+    until ours || [ $((n -= 1)) = 0 ]; do sleep 1; done
+    ours && kill -TERM "$(cat "$at/pid")"' "$scratch"\n"""
 
     def start(self, command: str, together: int) -> str:
         """But for its standard input."""
@@ -283,7 +285,9 @@ for one in $step; do  # the highest code, as srun has it of its nodes
 done"""
 
 
-def _body(plan: Plan, job: SlurmJob, part: str, array: TaskArray | None) -> str:
+def _body(plan: Plan, job: SlurmJob, name: str, part: str, array: TaskArray | None) -> str:
+    # of two clusters jobs of one number may meet on a machine, or in a folder of both
+    attempt = hashlib.sha256(f"{plan.store_url} {name}".encode()).hexdigest()[:12]
     nodes, steps = plan.launch.num_nodes, _steps(plan, job)
     scratch = '"${TMPDIR:-/tmp}"' if job.scratch is None else shlex.quote(job.scratch)
     codes = "|".join(str(NON_RETRIABLE_BASE + code) for code in NON_RETRIABLE_CODES)
@@ -303,7 +307,7 @@ def _body(plan: Plan, job: SlurmJob, part: str, array: TaskArray | None) -> str:
     wait = _WAIT if len(steps) == 1 else _WAIT_FOR_ALL
     return f"""\
 # Written by mlpipe: change the pipeline file, not this one.
-scratch={scratch}/{_PREFIX}-$SLURM_JOB_ID
+scratch={scratch}/{_PREFIX}-$SLURM_JOB_ID-{attempt}
 asked= step=
 tell() {{  # the launchers of all nodes tell their ranks to save and stop
 {tell}}}

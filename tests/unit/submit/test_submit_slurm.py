@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import stat
 import subprocess
 from dataclasses import replace
@@ -452,6 +454,58 @@ def test_a_store_that_a_node_does_not_see_is_named(tmp_path: Path) -> None:
     assert [node._code(code) for code in (0, 2, 3, 4, 5, -9)] == [0, 12, 13, 4, 5, 4]
 
 
+def test_a_scratch_folder_that_is_not_the_jobs_own_is_neither_taken_nor_cleared(tmp_path: Path) -> None:
+    """In /tmp another user may have been there first. One that this job's start before left is made anew."""
+    folder, elsewhere_ = tmp_path / "new" / "mlpipe-7-0", tmp_path / "elsewhere"
+    (elsewhere_ / "kept").mkdir(parents=True)
+    for _ in range(2):
+        with node.own_folder(folder):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            assert list(folder.iterdir()) == []
+            (folder / "scratch").mkdir()
+        assert not folder.exists()
+        folder.mkdir()
+        (folder / "of the start before").mkdir()
+    node.shutil.rmtree(folder)
+    folder.symlink_to(elsewhere_)
+    with pytest.raises(MlpipeError, match="File exists") as refused, node.own_folder(folder):
+        pass
+    assert (refused.value.kind, refused.value.hint) == (
+        "infrastructure", "write another one: slurm.scratch"
+    )  # fmt: skip
+    assert (folder / "kept").is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a folder another user's")
+def test_whoever_makes_the_scratch_folder_first_has_nobody_killed(tmp_path: Path, commands: Path) -> None:
+    """The pid that a job tells to save is read in a folder of its own user alone, and no link."""
+    spec = pipeline_of("llm", f"slurm.scratch={tmp_path}")
+    text = script(plan_of(spec, "train"), slurm_job(spec, "train"), "o")
+    assert "-0/pid" not in text
+    tell = text[text.index("scratch=") : text.index("ask() {")] + "tell\n"
+    stand_in(commands, "srun", 'while [ "$1" != sh ]; do shift; done; SLURM_NODEID=0 exec "$@"')
+    stand_in(commands, "sleep", ":")
+    (name,) = re.findall(r"mlpipe-\$SLURM_JOB_ID(-\w+)", text)
+    folder, kept = tmp_path / f"mlpipe-7{name}-0", tmp_path / "kept"
+    with subprocess.Popen(["sh", "-c", "read _"], stdin=subprocess.PIPE) as victim:
+        folder.mkdir()
+        (folder / "pid").write_text(str(victim.pid))
+
+        def told() -> int | None:
+            done = subprocess.run(["bash", "-c", tell], env={**os.environ, "SLURM_JOB_ID": "7"}, timeout=60)
+            return victim.poll() if done.returncode else victim.wait(60)
+
+        os.chown(folder, 65534, -1)
+        assert told() is None
+        os.chown(folder, 0, -1)
+        folder.rename(kept)
+        folder.symlink_to(kept)
+        assert told() is None
+        folder.unlink()
+        kept.rename(folder)
+        assert told() == -signal.SIGTERM
+
+
 def test_spares_are_asked_for_as_far_as_nodes_are_free() -> None:
     spec = pipeline_of("llm", "train.resources.preflight=auto", "train.resources.spares=2")
     plan = plan_of(spec, "train")
@@ -490,4 +544,4 @@ def test_groups_of_machines_are_components_that_are_no_jobs_of_their_own() -> No
     assert f"--job-name={name}\n" in first
     assert not second.partition("job-name=")[2].startswith("mlpipe"), "nobody takes it for a second one"
     assert text.count("MLPIPE_FIRST_NODE=2 srun --het-group=1 --nodes=1 ") == 1
-    assert text.count("'pid=$0-$((2 + SLURM_NODEID))/pid") == 1, "who is told is who was started there"
+    assert text.count("'at=$0-$((2 + SLURM_NODEID)) ") == 1, "who is told is who was started there"

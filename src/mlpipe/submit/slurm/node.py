@@ -8,12 +8,13 @@ stand above those that a restart may mend.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mlpipe._core import environment
@@ -47,12 +48,11 @@ def main() -> int:
             plan, owner = plan_of_task(text, arguments.task)
             written = f"runs/{owner}/run.json"
         check_store(plan, os.environ.get("SLURMD_NODENAME", "this node"), written)
-        return _code(_run(plan, folder, arguments.part))
+        with own_folder(folder):
+            return _code(_run(plan, folder, arguments.part))
     except MlpipeError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         return _code(EXIT_CODES[error.kind])
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_store(plan: Plan, node: str, key: str) -> None:
@@ -85,15 +85,39 @@ def variables(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
     return own
 
 
+@contextlib.contextmanager
+def own_folder(folder: Path) -> Iterator[None]:
+    """Made anew, for this user alone, and gone afterwards. Raises MlpipeError (infrastructure) for one that
+    cannot be, also since it is somebody else's: in /tmp anybody makes what they like."""
+    with contextlib.suppress(OSError):  # of this job's start before, on this node
+        if folder.lstat().st_uid == os.geteuid():
+            shutil.rmtree(folder)
+    try:
+        folder.mkdir(mode=_PRIVATE, parents=True)
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unusable(folder: Path, error: OSError) -> MlpipeError:
+    return MlpipeError(
+        f"the scratch folder cannot be used: {error.strerror}",
+        where=str(error.filename or folder),
+        hint="write another one: slurm.scratch",
+        kind="infrastructure",
+    )
+
+
 def _run(plan: Plan, folder: Path, part: str) -> int:
     """The exit code of the stage's process."""
     module = "mlpipe.train.coordinate" if part == COORDINATOR else plan.kind.module
     env = variables(plan, os.environ)
     if part.isdecimal():
         env[environment.REPLICA] = part
-    shutil.rmtree(folder, ignore_errors=True)  # of this job's start before, on this node
     try:
-        folder.mkdir(mode=_PRIVATE, parents=True)
         (folder / "plan.json").write_bytes(plan.to_json().encode())
         argv = [sys.executable, "-m", module]
         argv += ["--plan", str(folder / "plan.json"), "--scratch", str(folder / "scratch")]
@@ -101,12 +125,7 @@ def _run(plan: Plan, folder: Path, part: str) -> int:
         process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL)
         (folder / "pid").write_text(str(process.pid))
     except OSError as error:
-        raise MlpipeError(
-            f"the scratch folder cannot be used: {error.strerror}",
-            where=str(error.filename or folder),
-            hint="write another one: slurm.scratch",
-            kind="infrastructure",
-        ) from None
+        raise _unusable(folder, error) from None
     return process.wait()
 
 
