@@ -22,10 +22,10 @@ from mlpipe.store import catalogue, replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.loop import Loop
-from mlpipe.train.outcome import SLOW_FILE
 from mlpipe.train.replicas.elastic_loop import ElasticLoop
 from mlpipe.train.replicas.exchange import MembershipChanged
 from mlpipe.train.schedules import LossSum
+from mlpipe.train.slow_nodes import SLOW_FILE
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 STEPS = 20

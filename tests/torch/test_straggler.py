@@ -16,7 +16,7 @@ from kit.weights import weights
 from mlpipe._core.record_lines import parse
 from mlpipe.observe.progress import live_line, summarize
 from mlpipe.plan.plan import Entry, GroupPlan, Mesh, ModelPlan, PreflightPlan
-from mlpipe.train.outcome import SLOW_FILE
+from mlpipe.train.slow_nodes import SLOW_FILE
 
 pytestmark = pytest.mark.torch
 # More in each forward and in each backward; a busy machine adds less to one rank than to the other.

@@ -34,9 +34,10 @@ from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome, write_outcome
 from mlpipe.store.runs import append_event
 from mlpipe.train import forked, outcome, stop
 from mlpipe.train.logs import LogShipper
-from mlpipe.train.outcome import SLOW_FILE, Outcome
+from mlpipe.train.outcome import Outcome
 from mlpipe.train.profile_watch import PROFILE_FILE, ProfileWatch
 from mlpipe.train.room import check_room
+from mlpipe.train.slow_nodes import SLOW_FILE
 from mlpipe.train.stop import STOP_FILE, any_alive, die_with_parent
 
 # Numbers of restarts that one start of a gang has for torchrun's rounds: a node that is cut off and comes

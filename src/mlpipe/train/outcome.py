@@ -2,8 +2,6 @@
 
 `outcome-<rank>.json` is written at the end; `fatal-<rank>.json` by a failure that a restart would only
 repeat (bad input, NaN, a hang): the launcher then ends the run, and a restarted worker leaves at once.
-`slow-nodes.json` says which nodes are slow while they train (`train/stragglers.py`,
-`train/replicas/elastic_loop.py`).
 Standard library only: the launcher reads these without torch.
 """
 
@@ -13,7 +11,6 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,6 @@ from typing import Any
 from mlpipe._core import environment
 from mlpipe._core.errors import ErrorKind, MlpipeError
 from mlpipe.train import debugger
-
-SLOW_FILE = "slow-nodes.json"
 
 
 @dataclass
@@ -100,15 +95,6 @@ def write(scratch: Path, outcome: Outcome, *, fatal: bool = False) -> None:
 def node_name() -> str:
     """Of the machine, as whoever places workers calls it."""
     return os.environ.get(environment.NODE_NAME) or socket.gethostname()
-
-
-def write_slow(scratch: Path, slow: dict[str, float]) -> None:
-    """Leaves it for the launcher, whole: by node, its time for the same work over that of the others. A full
-    disk does not take it: no reason to end a training."""
-    temporary = scratch / f".{SLOW_FILE}.{os.getpid()}"
-    with suppress(OSError):
-        temporary.write_text(json.dumps(slow))
-        temporary.rename(scratch / SLOW_FILE)
 
 
 def forget(scratch: Path, rank: int) -> None:

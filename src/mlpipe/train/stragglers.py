@@ -17,19 +17,19 @@ from torch import Tensor
 from mlpipe.plan.shares import Shares, SharesOfStages
 from mlpipe.train.loop import Loop
 from mlpipe.train.microbatch import Microbatch
-from mlpipe.train.outcome import node_name, write_slow
+from mlpipe.train.outcome import node_name
 from mlpipe.train.schedules import LossSum
+from mlpipe.train.slow_nodes import SlowNodes
 
 
 @dataclass
 class WatchingLoop(Loop):
     """Names nodes that are slow for long, and deals nothing by it. `told`: seconds that this rank took for a
-    unit of work in the last step. `nodes`: of each rank, by name; `named`: those that were told to be slow
-    last, None while nobody knows."""
+    unit of work in the last step. `nodes`: of each rank, by name."""
 
     shares: SharesOfStages = field(init=False)
     nodes: list[str] = field(init=False)
-    named: dict[str, float] | None = None
+    slow_nodes: SlowNodes = field(init=False)
     work: float = 0.0
     told: float = 0.0
 
@@ -41,6 +41,7 @@ class WatchingLoop(Loop):
         speeds = self.plan.speeds  # of data ranks; each stage has all of them, in the same order
         expected = None if speeds is None else [speeds[mesh.data_rank(rank)] for rank in stages[0]]
         self.shares = SharesOfStages(stages, expected)
+        self.slow_nodes = SlowNodes(self.session.stop.scratch)
         self.nodes = [""] * mesh.world_size
         dist.all_gather_object(self.nodes, node_name())
 
@@ -77,17 +78,8 @@ class WatchingLoop(Loop):
         if slowness and world.rank == 0:
             if slow := self.shares.stragglers:
                 fields["stragglers"] = {str(rank): ratio for rank, ratio in slow.items()}
-            self._name_nodes(slow)
+            self.slow_nodes.tell((self.nodes[rank], ratio) for rank, ratio in slow.items())
         return fields
-
-    def _name_nodes(self, slow: dict[int, float]) -> None:
-        """To the launcher; a node is as slow as its slowest rank."""
-        named: dict[str, float] = {}
-        for rank, ratio in slow.items():
-            named[self.nodes[rank]] = max(round(ratio, 1), named.get(self.nodes[rank], 0.0))
-        if named != self.named:
-            write_slow(self.session.stop.scratch, named)
-            self.named = named
 
 
 @dataclass

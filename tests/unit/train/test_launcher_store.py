@@ -13,8 +13,9 @@ from mlpipe.plan.plan import Mesh, PreflightPlan
 from mlpipe.store.outcome import read_outcome
 from mlpipe.store.preflight import Checked, Ranked, read_checked, slow_replicas, write_checked
 from mlpipe.train.launcher import Launcher
-from mlpipe.train.outcome import Outcome, write_slow
+from mlpipe.train.outcome import Outcome
 from mlpipe.train.preflight.start import LOG, at_fault
+from mlpipe.train.slow_nodes import SlowNodes
 
 pytestmark = pytest.mark.unit
 
@@ -52,7 +53,7 @@ def test_nodes_that_rank_0_names_as_slow_are_in_the_store_and_a_store_that_is_aw
     write_checked(launcher.store, plan.attempt_key, Checked())
     assert read_checked(launcher.store, plan.attempt_key).slow == {}
     for named in ({}, {"n1": 2.5}):
-        write_slow(tmp_path, named)
+        SlowNodes(tmp_path).tell(named.items())
         launcher._ship_slow()
         assert read_checked(launcher.store, plan.attempt_key).slow == named
 
@@ -65,8 +66,8 @@ def test_nodes_that_rank_0_names_as_slow_are_in_the_store_and_a_store_that_is_aw
     assert slow_replicas(launcher.store, plan.attempt_key) == {3: ("n1", 2.5)}
     monkeypatch.setattr(launcher.store, "put", gone)
     launcher._ship_slow()  # has nothing new to say
-    write_slow(tmp_path, {})
-    write_slow(tmp_path / "gone", {"n2": 9.0})  # as on a full disk: the training goes on
+    SlowNodes(tmp_path).tell([])
+    SlowNodes(tmp_path / "gone").tell([("n2", 9.0)])  # as on a full disk: the training goes on
     launcher._ship_slow()
 
 

@@ -19,7 +19,7 @@ from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.loop import Loop
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.optim.update import Update
-from mlpipe.train.outcome import node_name, write_slow
+from mlpipe.train.outcome import node_name
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.replicas.exchange import MembershipChanged
 from mlpipe.train.replicas.replicas import Released, Replicas
@@ -27,6 +27,7 @@ from mlpipe.train.resuming import Position
 from mlpipe.train.schedules import LossSum
 from mlpipe.train.session import Session
 from mlpipe.train.shards import clear_gradients
+from mlpipe.train.slow_nodes import SlowNodes
 
 if TYPE_CHECKING:
     from mlpipe.train.loss_scale import LossScale
@@ -47,9 +48,10 @@ class ElasticLoop(Loop):
     looked: bool = False  # at whether the model writes its buffers
     changed: bool = False  # who takes part, since the last step
     released: bool = False  # this replica stops without the others
-    named: dict[str, float] | None = None  # this node if it was told to be slow last; None: nobody knows yet
+    slow_nodes: SlowNodes = field(init=False)  # of which this one names its own
 
     def __post_init__(self) -> None:
+        self.slow_nodes = SlowNodes(self.session.stop.scratch)
         if self.replicas.islands is not None:
             self.replicas.islands.together = self.together
 
@@ -210,10 +212,8 @@ class ElasticLoop(Loop):
             fields["stragglers"] = {
                 str(replicas.members[index] * world.size): ratio for index, ratio in slow.items()
             } or None
-            here = {node_name(): round(slow[replicas.index], 1)} if replicas.index in slow else {}
-            if here != self.named:
-                write_slow(self.session.stop.scratch, here)
-                self.named = here
+            here = {replicas.index} & slow.keys()
+            self.slow_nodes.tell((node_name(), slow[index]) for index in here)
         return fields
 
     def save(self, *, best: bool = False) -> None:
