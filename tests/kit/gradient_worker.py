@@ -65,6 +65,7 @@ MIXES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "pp fsdp, groups": (
         Mesh(pp=2, dp_shard=2), {"groups": True, "schedule": "1f1b", "strategy": "zero2"}
     ),
+    # 4 samples and 2 of the ranks that send each other rows
     "ep, groups": (Mesh(dp_shard=4, ep=2), {"groups": True, "experts": True, "strategy": "zero2"}),
     "ep hsdp, groups": (
         Mesh(dp_replicate=2, dp_shard=2, ep=2), {"groups": True, "experts": True, "strategy": "zero2"}
@@ -89,13 +90,17 @@ class Samples:
 
 
 _UNKNOWN = ("memory_bytes", "step_seconds", "usd_per_hour", "usd_per_million_tokens")
-GROUPS = tuple(
-    GroupPlan(
-        name, 1, 2, speed, sequences=number, share_ratio=number / SAMPLES, micro_batch=1,
+
+
+def group(num_workers: int, speed: float) -> GroupPlan:
+    return GroupPlan(
+        "class", 1, num_workers, speed, sequences=1, share_ratio=0.5, micro_batch=1,
         activation_checkpointing="none", **dict.fromkeys(_UNKNOWN),
-    )
-    for name, speed, number in (("fast", 1.25, 5), ("slow", 0.75, 3))
-)  # fmt: skip
+    )  # fmt: skip
+
+
+GROUPS = group(2, 1.25), group(2, 0.75)
+UNEVEN = group(1, 1.5), group(1, 1.0), group(2, 0.75)
 
 
 def of_one_step(
@@ -111,7 +116,11 @@ def of_one_step(
     strategy = changes.pop("strategy", "fsdp" if mesh.dp_shard > 1 else "ddp")
     model = plans.model_plan(**SIZES)
     if groups:
-        changes |= {"groups": GROUPS, "communication": "resident", "reshard_after_forward": False}
+        changes |= {
+            "groups": UNEVEN if experts else GROUPS,
+            "communication": "resident",
+            "reshard_after_forward": False,
+        }
     if experts:
         model = ModelPlan(Entry(MOE, asdict(EXPERTS)), None, SEQ_LEN, ())
     plan = plans.train_plan(
