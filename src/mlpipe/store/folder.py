@@ -34,6 +34,7 @@ _MEANINGS = {
     errno.EPERM: ("operation not permitted", "the file system must allow writes and hard links"),
     errno.ENOTDIR: ("a file stands where a folder is needed", None),
     errno.EISDIR: ("a folder stands where an object is needed", None),
+    errno.ELOOP: ("a symbolic link stands where a log is written", "remove it"),
     errno.ENAMETOOLONG: ("the name is too long", None),
     errno.EOPNOTSUPP: ("the file system lacks an operation", "it must have hard links and flock"),
     errno.EIO: ("input/output error", "the disk or the network file system is failing"),
@@ -160,7 +161,9 @@ class FolderStore:
     def open_log(self, key: str) -> LogWriter:
         path = self._path(key)
         with _in_words(path, writing=True):
-            return _FolderLog(path, _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+            # not through a link: others may write into a store, and would choose a file of ours
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            return _FolderLog(path, _open(path, flags))
 
     def read_log(self, key: str, *, offset: int = 0) -> tuple[bytes, int]:
         if not self.exists(key):

@@ -45,6 +45,14 @@ def driver_log(store: Store, run_id: str) -> Path:
     return (folder or outputs.cache_folder() / "drivers" / run_id) / "driver.log"
 
 
+def _open_log(path: Path) -> int:
+    """Not through a link: others may write into a store, and would choose a file of ours."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise SubmitError(f"cannot be written: {error.strerror}", where=str(path)) from None
+
+
 def detach_unless_driven(store: Store, run_id: str) -> None:
     """`detach`, of a run or sweep that another process may be driving."""
     if not leases.lease_is_live(runs.read_run(store, run_id).driver):
@@ -56,7 +64,7 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
     run = runs.read_run(store, run_id, known=True)
     log = driver_log(store, run_id)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as out:
+    with os.fdopen(_open_log(log), "ab") as out:
         process = subprocess.Popen(
             driver_argv(store.url, run_id, only),
             cwd=working_folder(run),

@@ -229,12 +229,16 @@ def test_every_error_says_where(tmp_path, monkeypatch):
         with pytest.raises(StoreError, match="no such object") as caught:
             read("f/x")
         assert (caught.value.where, caught.value.kind) == (str(tmp_path / "f" / "x"), "input")
-    (tmp_path / "full").symlink_to("/dev/full")
     log = store.open_log("full")
+    os.dup2(os.open("/dev/full", os.O_WRONLY), log._fd)
     with pytest.raises(StoreError, match="no space left") as caught:
         log.write(b"x")
     assert caught.value.where == str(tmp_path / "full")
     log.close()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")  # by others who write here
+    with pytest.raises(StoreError, match="a symbolic link stands where a log is written"):
+        store.open_log("link")
+    assert not (tmp_path / "mine").exists()
 
     def gone(path, flags):
         raise FileNotFoundError(path)

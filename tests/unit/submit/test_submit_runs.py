@@ -467,3 +467,9 @@ def test_who_submits_a_run_second_at_once_leaves_it_to_the_first(tmp_path, monke
         assert caught.value.kind == "input"
     else:
         detach.detach(store, "r")
+    log = detach.driver_log(store, "r")
+    log.unlink()
+    log.symlink_to(tmp_path / "mine")  # by others who write into the store
+    with pytest.raises(SubmitError, match="cannot be written"):
+        detach.detach(store, "r")
+    assert not (tmp_path / "mine").exists()
