@@ -85,3 +85,19 @@ def test_rank_0_stays_until_all_have_heard_of_the_commit(tmp_path):
     of_step.set("heard-1", "")
     checkpointer.finish()
     assert [found.error for found in saved] == [None]
+
+
+def test_what_was_just_saved_stays_whatever_another_hand_has_put_there(tmp_path):
+    store = FolderStore(tmp_path)
+    store.put(f"{STAGE}/checkpoints/step-000000099/1-0badf00d/MANIFEST.json", b"of a later step, it says")
+    checkpointer = Checkpointer(
+        store,
+        SaveSettings(STAGE, attempt=1, restart=0, code_digest="", keep=1, asynchronous=False),
+        Coordination(dist.HashStore(), rank=0, world_size=1),
+        on_saved=lambda saved: None,
+        while_waiting=lambda: None,
+    )
+    for step in (1, 2):
+        checkpointer.save(step, [shard("model.w", torch.ones(3))], {"step": step})
+    checkpointer.finish()
+    assert [item.step for item in catalogue.list_checkpoints(store, STAGE)] == [2, 99]

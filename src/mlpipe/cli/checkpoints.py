@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mlpipe._core.errors import EXIT_CODES, StoreError
+from mlpipe._core.errors import EXIT_CODES, DamagedError, StoreError
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.cli.session import CliSession, shared
 
@@ -78,13 +78,21 @@ def verify(session: CliSession, run_id: str, stage: str | None, step: int | None
 @shared
 @click.pass_obj
 def prune(session: CliSession, run_id: str, stage: str | None, keep: int) -> None:
-    """Delete all but the best and the latest checkpoints of a run that nobody drives."""
+    """Delete all but the best and the latest checkpoints of a run that nobody drives; none where one of the
+    latest is damaged: discard that one first."""
     from mlpipe.store import catalogue
 
     store = session.store_of(run_id)
     _check_undriven(store, run_id)
     deleted = []
-    for key in sorted({item.key.partition("/checkpoints/")[0] for item in _find(store, run_id, stage)}):
+    keys = sorted({item.key.partition("/checkpoints/")[0] for item in _find(store, run_id, stage)})
+    for latest in (item for key in keys for item in catalogue.list_checkpoints(store, key)[-keep:]):
+        try:
+            catalogue.load_manifest(store, latest.key)
+        except DamagedError as error:
+            hint = f"mlpipe checkpoints discard {run_id} {latest.step}, then prune"
+            raise DamagedError(error.message, where=error.where, hint=hint) from None
+    for key in keys:
         deleted += catalogue.prune(store, key, keep)
     session.result(
         {"deleted": deleted}, "\n".join(f"deleted {key}" for key in deleted) or "nothing to delete"

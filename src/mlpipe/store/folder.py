@@ -34,7 +34,7 @@ _MEANINGS = {
     errno.EPERM: ("operation not permitted", "the file system must allow writes and hard links"),
     errno.ENOTDIR: ("a file stands where a folder is needed", None),
     errno.EISDIR: ("a folder stands where an object is needed", None),
-    errno.ELOOP: ("a symbolic link stands where a log is written", "remove it"),
+    errno.ELOOP: ("symbolic links in a circle, or one where a log is written", "remove it"),
     errno.ENAMETOOLONG: ("the name is too long", None),
     errno.EOPNOTSUPP: ("the file system lacks an operation", "it must have hard links and flock"),
     errno.EIO: ("input/output error", "the disk or the network file system is failing"),

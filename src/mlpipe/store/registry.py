@@ -121,9 +121,9 @@ def set_alias(store: Store, name: str, alias: str, version: int) -> None:
 def list_models(store: Store) -> tuple[list[Model], list[DamagedError]]:
     """All committed versions, by name, then version; and what of them or of their aliases is damaged."""
     names = [
-        PurePosixPath(info.key).name
+        name
         for info in store.list("models", recursive=False)
-        if info.key.endswith("/")
+        if info.key.endswith("/") and is_name(name := PurePosixPath(info.key).name)
     ]
     models: list[Model] = []
     damaged: list[DamagedError] = []

@@ -206,7 +206,7 @@ def list_runs(store: Store) -> list[RunSummary]:
     summaries: dict[str, RunSummary] = {}
     for info in store.list("index"):
         match = _INDEX_KEY.fullmatch(info.key)
-        if match is None:
+        if match is None or not is_name(match[1]):
             continue
         run_id, seq, state = match[1], int(match[2]), match[3]
         old = summaries.get(run_id)

@@ -277,7 +277,9 @@ class Checkpointer:
         exchange.set("committed", problem)
         if not problem:
             try:
-                catalogue.prune(self.store, self.settings.stage_key, self.settings.keep, in_use=self.in_use)
+                # this one stays, whatever higher step another hand has put into the store
+                in_use = {*self.in_use, save.key}
+                catalogue.prune(self.store, self.settings.stage_key, self.settings.keep, in_use=in_use)
             except StoreError as error:  # this one is committed; the next save prunes again
                 _log.warning("old checkpoints are left: %s", error)
 

@@ -8,11 +8,14 @@ import os
 import re
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpipe._core.errors import DamagedError, StoreError
-from mlpipe.store import catalogue
+from mlpipe.cli.app import app
+from mlpipe.cli.session import CliSession
+from mlpipe.store import catalogue, runs
 from mlpipe.store import manifest as manifest_module
 from mlpipe.store.blobs import read_blob, write_blob
 from mlpipe.store.checksum import crc32c
@@ -121,6 +124,22 @@ def test_prune_counts_committed_ones_and_spares_what_is_in_use(store):
     with pytest.raises(StoreError, match="at least one") as caught:
         catalogue.prune(store, STAGE, keep=0)
     assert caught.value.kind == "input"
+
+
+def test_prune_at_the_command_line_keeps_sound_ones_where_the_latest_is_none(tmp_path, monkeypatch):
+    """It deleted what could be resumed, and kept what another hand had put there."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    store = FolderStore(tmp_path / "store")
+    runs.create_run(store, "r", "version: 1\n", "d", ["train"], "local", {})
+    sound, forged = save(store, 1), save(store, 7)
+    store.put(f"{forged}/MANIFEST.json", store.get(f"{sound}/MANIFEST.json"))
+    prune = ["checkpoints", "prune", "r", "--keep", "1", "--store", store.url]
+    done = CliRunner().invoke(app, prune, obj=CliSession())
+    assert isinstance(done.exception, DamagedError)
+    assert done.exception.hint == "mlpipe checkpoints discard r 7, then prune"
+    assert [item.key for item in catalogue.list_checkpoints(store, STAGE)] == [sound, forged]
+    catalogue.discard(store, forged)
+    assert CliRunner().invoke(app, prune, obj=CliSession()).exception is None
 
 
 def test_where_nothing_is_committed_nothing_is_pruned_and_a_fence_is_at_the_start(store):

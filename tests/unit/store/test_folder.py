@@ -236,7 +236,7 @@ def test_every_error_says_where(tmp_path, monkeypatch):
     assert caught.value.where == str(tmp_path / "full")
     log.close()
     (tmp_path / "link").symlink_to(tmp_path / "mine")  # by others who write here
-    with pytest.raises(StoreError, match="a symbolic link stands where a log is written"):
+    with pytest.raises(StoreError, match="one where a log is written"):
         store.open_log("link")
     assert not (tmp_path / "mine").exists()
 

@@ -72,6 +72,7 @@ def test_promoters_at_once_get_versions_of_their_own(store):
     for thread in threads:
         thread.join(300)
     assert sorted(versions) == [1, 2, 3, 4]
+    store.local_path("models").joinpath("a\nb").mkdir()  # which no model can be called
     assert [model.version for model in registry.list_models(store)[0]] == [1, 2, 3, 4]
     assert registry.show_model(store, "lm", "best").version in versions
 

@@ -168,8 +168,10 @@ def unreachable(key):
     raise StoreError("away")
 
 
-def test_listing_reads_no_object(store, monkeypatch):
+def test_listing_reads_no_object_and_shows_what_can_be_a_run(store, tmp_path, monkeypatch):
     create(store)
+    (tmp_path / "index/a\nb  done").mkdir()
+    (tmp_path / "index/a\nb  done/000001-done").touch()
     monkeypatch.setattr(store, "get", None)
     monkeypatch.setattr(store, "get_with_etag", None)
     assert len(runs.list_runs(store)) == 1
