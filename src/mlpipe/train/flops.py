@@ -14,6 +14,7 @@ from mlpipe.train.debugger import no_breakpoints
 from mlpipe.train.microbatch import num_tokens
 from mlpipe.train.model import Batch, LossModule, construct, load_entry
 
+PEAK_SECONDS = 0.3  # for which a rank measures its peak
 _SIDE_CPU, _SIDE = 1024, 8192  # of the matrices: a few, and about 1.5, milliseconds each
 
 
@@ -54,14 +55,14 @@ def recomputed_flops_per_token(plan: TrainPlan) -> float | None:
     return shape.recomputed_flops_per_token(plan.activation_checkpointing, plan.model.seq_len)
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """FLOP/s of this process' best square matmul within about `seconds`: what its threads, or its GPU, can
+def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of this process' best square matmul within about PEAK_SECONDS: what its threads, or its GPU, can
     reach with everything that runs beside it. Not a datasheet's peak; say so where it is printed."""
     side = _SIDE_CPU if device.type == "cpu" else _SIDE
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     out = torch.mm(left, right)
     best = float("inf")
-    deadline = time.perf_counter() + seconds
+    deadline = time.perf_counter() + PEAK_SECONDS
     while best == float("inf") or time.perf_counter() < deadline:
         _wait(device)
         start = time.perf_counter()
