@@ -49,8 +49,11 @@ def mini_step(loop: Any) -> tuple[bool, bool]:
     loop.parameter.grad = gradient(number, index, size)
     totals = torch.tensor([1.0, 1.0, 2.0, 8.0, 0.0, 0.0], dtype=torch.float64)
     loop.total(totals)
+    assert loop.model.waits.take() == (0.0, 0.0), "the loop's own clock has it"
     assert totals.tolist() == [size, size, 2.0, 8.0 * size, 0.0, 0.0]
+    rounds = loop.update.num_rounds
     loop.update.step(lr=LR, scale=1.0)
+    assert (sum(loop.model.waits.take()) > 0.0) == (loop.update.num_rounds > rounds)
     loop.at(f"after {number}")
     loop.position.step, loop.position.samples = number, loop.position.samples + BATCH
     return bool(totals[4]), False

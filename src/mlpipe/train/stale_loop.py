@@ -20,6 +20,7 @@ from mlpipe._core.errors import TrainError
 from mlpipe.train.loop import Loop
 from mlpipe.train.optim.islands import settle
 from mlpipe.train.parallel.rank_group import RankGroup
+from mlpipe.train.parallel.waits import Waits
 
 
 @dataclass
@@ -36,11 +37,9 @@ class StaleLoop(Loop):
         assert self.plan.islands is not None
         self.staleness = self.plan.islands.staleness
         self.num_islands = world.place("dp_replicate")[1]
-        self.island = (
-            RankGroup.along("dp_shard", world, self.model.waits) if world.mesh.dp_shard > 1 else None
-        )
+        # the loop's clock has what is waited for here: waits of the model would be counted twice
+        self.island = RankGroup.along("dp_shard", world, Waits()) if world.mesh.dp_shard > 1 else None
         self.group: Any = dist.new_group()
-        self.wait = self.model.waits.timed(lambda work: work.wait())
 
     def step(self) -> tuple[bool, bool]:
         """All know by themselves when a save is due by the number of steps, at the same one."""
@@ -70,7 +69,7 @@ class StaleLoop(Loop):
     def hear(self) -> None:
         """What was told first of what nobody has looked at."""
         work, told, is_finite = self.agreeing.popleft()
-        self.wait(work)
+        work.wait()
         not_finite, stop, asks = map(int, told.tolist())
         if not_finite and not self.heard[0]:
             self.own_is_finite = is_finite
@@ -101,3 +100,4 @@ class StaleLoop(Loop):
         if self.heard[0]:
             raise self.not_finite(self.position.step, 0.0)
         settle(self.update)
+        self.model.waits.take()  # of no step

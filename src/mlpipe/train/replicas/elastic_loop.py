@@ -111,7 +111,8 @@ class ElasticLoop(Loop):
                 began += lost
             met = True
             try:
-                found = self.replicas.together(self.position.step + 1, mean)
+                with self.replicas.waiting():
+                    found = self.replicas.together(self.position.step + 1, mean)
             except MembershipChanged:
                 met = False
             if self.replicas.agreed(met):
@@ -123,6 +124,7 @@ class ElasticLoop(Loop):
         """Of who was healed when the others had begun with it."""
         assert self.replicas.islands is not None
         self.replicas.islands.agree()
+        self.model.waits.take()  # of no step that is recorded here
         self.position.step += 1
         self.position.samples += self.plan.global_batch
         return self.replicas.leaves, False

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -157,7 +157,9 @@ class Replicas:
                 some = []
             self.exchange.sum_([*some, self.totals, self.told])
 
-        self.together(number, sum_, ends)
+        # an island's waits here are between two looks of the loop at its clock
+        with nullcontext() if self.islands is not None else self.waiting():
+            self.together(number, sum_, ends)
         if self.compressed is not None:
             self.compressed.commit()
 
@@ -175,19 +177,18 @@ class Replicas:
     def together(self, number: int, exchange: Callable[[], T], ends: Callable[[], bool] = lambda: True) -> T:
         """What `exchange` gives, once all replicas have come through it. Raises MembershipChanged."""
         self.session.watchdog.beat("waiting for the other replicas", number, waiting=True)
-        with self._waiting():
-            if self.member.ask("ready", quorum=self.quorum, step=number)["void"]:
-                raise MembershipChanged
-            lost: MembershipChanged | None = None
-            try:
-                found = exchange()
-            except MembershipChanged as error:
-                lost = error
-            leaves = self.session.stop.requested() if self.islands is None else self.wants_to_leave
-            ok, half = lost is None, lost is None and not ends()
-            vote = self.member.ask("vote", quorum=self.quorum, step=number, ok=ok, leaves=leaves, half=half)
-            if lost is not None or not vote.get("commit"):
-                raise MembershipChanged
+        if self.member.ask("ready", quorum=self.quorum, step=number)["void"]:
+            raise MembershipChanged
+        lost: MembershipChanged | None = None
+        try:
+            found = exchange()
+        except MembershipChanged as error:
+            lost = error
+        leaves = self.session.stop.requested() if self.islands is None else self.wants_to_leave
+        ok, half = lost is None, lost is None and not ends()
+        vote = self.member.ask("vote", quorum=self.quorum, step=number, ok=ok, leaves=leaves, half=half)
+        if lost is not None or not vote.get("commit"):
+            raise MembershipChanged
         self.void, self.leaving = vote["void"], vote["leaving"]
         return found
 
@@ -218,7 +219,7 @@ class Replicas:
         return known or store_replicas.coordinator(self.session.store, self.session.plan.attempt_key)
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """What this rank's own work is not."""
         self.model.waits.begin()
         try:
