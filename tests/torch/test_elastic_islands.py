@@ -75,7 +75,7 @@ class Island:
             world=world,
             process=SimpleNamespace(restart=0),
             watchdog=SimpleNamespace(beat=nothing, still=nothing),
-            stop=SimpleNamespace(requested=lambda: self.told_to_stop),
+            stop=SimpleNamespace(requested=lambda: self.told_to_stop, scratch=None),
             plan=SimpleNamespace(run_id="run"),
         )
         model: Any = SimpleNamespace(
