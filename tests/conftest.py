@@ -48,7 +48,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The files that take longest begin first, so that no process is left alone with one at the end.
+# The files that take longest begin first, so that no process is left alone with one at the end. Those of
+# services wait most of their time: they lie among those of torch, which compute meanwhile.
 _FIRST = ("torch", "services")
 _LONGEST = ("test_faults.py", "test_cli_train.py")
 _LONGEST += ("test_slurm.py", "test_submit.py", "test_submit_faults.py", "test_submit_lost.py")
@@ -85,7 +86,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if len(_rings(item)) != 1:
             raise pytest.UsageError(f"{item.nodeid} needs the marker of one ring: {', '.join(RINGS)}")
-    items.sort(key=lambda item: (item.path.name not in _LONGEST, not set(_rings(item)) & set(_FIRST)))
+    places: dict[Path, float] = {}  # from 0 to 1, of the files that begin first
+    for ring in _FIRST:
+        files = list(dict.fromkeys(item.path for item in items if ring in _rings(item)))
+        places |= {path: index / len(files) for index, path in enumerate(files)}
+    items.sort(key=lambda item: (item.path.name not in _LONGEST, places.get(item.path, 1.0)))
 
 
 @pytest.hookimpl(wrapper=True)
