@@ -82,6 +82,9 @@ def command(
         return 0
     many = stage is None and len(run.stages) > 1
     if not follow:
+        if not logs:
+            of = "" if rank is None else f" of rank {rank}"
+            session.note(f"run {run_id} has no log{of} (yet)")
         _write(logs, many)
         return 0
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

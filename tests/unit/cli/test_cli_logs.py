@@ -75,7 +75,8 @@ def test_ranks_are_interleaved_by_time_and_say_who_they_are(made):
     assert made.read("--stage", "train").splitlines() == lines
     assert made.read().splitlines() == [f"train | {line}" for line in lines]
     assert made.read("--stage", "train", "--rank", "1") == "b\nc\n"
-    assert made.read("--stage", "train", "--rank", "9") == ""
+    none = made.cli("logs", "r", "--stage", "train", "--rank", "9")
+    assert (none.stdout, none.stderr) == ("", "run r has no log of rank 9 (yet)\n")
     logs = made.cli.json("logs", "r")["logs"]
     assert [(one["rank"], one["text"]) for one in logs] == [(0, "a\n  a, second line\nd\n"), (1, "b\nc\n")]
     assert made.read("--stage", "train", "--tail", "1").splitlines() == ["[rank 1] c", "[rank 0] d"]
