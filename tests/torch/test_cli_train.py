@@ -6,10 +6,12 @@ import json
 import re
 import shlex
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import processes
 from kit.command_runs import Cli, until
 from kit.plans import write_tokens
 
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Cli:
+def cli(tmp_path: Path) -> Iterator[Cli]:
     write_tokens(tmp_path / "tokens")
     model = {
         "preset": "llama-1m", "seq_len": 32, "max_seq_len": 64,
@@ -45,7 +47,9 @@ def cli(tmp_path: Path) -> Cli:
         ],
     }
     (tmp_path / "pipeline.yaml").write_text(json.dumps(spec))
-    return Cli(tmp_path, warm=True)
+    made = Cli(tmp_path, warm=True)
+    yield made
+    processes.kill(made.processes())  # the long trainings of a test that failed
 
 
 def records(cli: Cli, attempt: int, kind: str) -> list[dict[str, Any]]:
@@ -153,13 +157,16 @@ def test_a_detached_training_is_cancelled_and_its_failed_gate_names_commands_tha
 def test_training_goes_on_after_its_driver_was_killed(cli: Cli):
     """Whose launcher is a new program, which the kernel tells."""
     del cli.env["KIT_WARM"]
-    fewer = ("--set", "stages.train.train.strategy=zero1")
-    running = cli.start("run", "pipeline.yaml", "--run-id", "r", *fewer)
+    other = ("strategy=zero1", "steps=100000", "checkpoint.every=100000 steps")
+    changes = (word for change in other for word in ("--set", f"stages.train.train.{change}"))
+    running = cli.start("run", "pipeline.yaml", "--run-id", "r", *changes)
     until(lambda: len(records(cli, 1, "step")) > 5, "the training to be on its way", 600)
     running.kill()
     running.communicate()
     cli.env["KIT_WARM"] = "1"
-    document = cli.json("resume", "r")
+    (saved,) = until(lambda: cli.json("checkpoints", "list", "r")["checkpoints"], "the orphan's save")
+    assert saved["step"] > 5
+    document = cli.json("resume", "r", "--set", f"stages.train.train.steps={saved['step'] + 60}")
     assert document["state"] == "done"
     (start,) = records(cli, 2, "start")
-    assert start["start_step"] > 5  # the orphaned launcher saved before it left
+    assert start["start_step"] == saved["step"]
