@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import as_worker
 from benchmarks.measure import Figures, rounds
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train import loop, prepare, resuming
 from mlpipe.train.checkpoint import Saved
 from mlpipe.train.outcome import Outcome

@@ -35,7 +35,8 @@ class Training:
     def __init__(self, folder: Path, *, elastic: bool, ranks: int, step_seconds: float, every: int) -> None:
         from kit import plans, processes
 
-        from mlpipe.plan.plan import Entry, Mesh, ModelPlan, Replicas
+        from mlpipe.plan.plan import Replicas
+        from mlpipe.plan.work import Entry, Mesh, ModelPlan
         from mlpipe.store import replicas
         from mlpipe.store.folder import FolderStore
 

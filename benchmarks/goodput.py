@@ -317,7 +317,8 @@ class Ours(Side):
     ) -> None:
         from kit import plans
 
-        from mlpipe.plan.plan import Entry, ModelPlan, Replicas
+        from mlpipe.plan.plan import Replicas
+        from mlpipe.plan.work import Entry, ModelPlan
         from mlpipe.store.open import open_store
 
         super().__init__(folder, net, {**plans.environment(), **environment})

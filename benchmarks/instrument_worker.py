@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlpipe.kinds.train import worker as stage
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train import prepare, recording, worker
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session

@@ -34,18 +34,17 @@ from typing import Any
 
 from benchmarks import measure
 from mlpipe._core.presets import LlamaConfig
-from mlpipe.plan.plan import (
+from mlpipe.plan.plan import Launch, Plan
+from mlpipe.plan.work import (
     CheckpointPlan,
     CompressPlan,
     DataPlan,
     Entry,
     IslandsPlan,
-    Launch,
     Mesh,
     MetricPlan,
     ModelPlan,
     OptimizerPlan,
-    Plan,
     TrainPlan,
     ValidatePlan,
 )

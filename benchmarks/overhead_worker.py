@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks import as_worker
 from benchmarks.measure import Figures, rounds
 from benchmarks.plain import PlainScript
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train import prepare
 from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.outcome import Outcome

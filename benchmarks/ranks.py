@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 
 _LONGEST_SECONDS = 1800
 

@@ -18,7 +18,7 @@ import torch
 from benchmarks import as_worker
 from benchmarks.gpu.raw import RawLoop, usual_loss
 from benchmarks.measure import Figures, rounds
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train import loop, model, prepare
 from mlpipe.train.loss import scale_gradient
 from mlpipe.train.outcome import Outcome

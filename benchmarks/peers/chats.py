@@ -28,7 +28,8 @@ from typing import Any
 from benchmarks import launch, measure
 from benchmarks.peers import rates, results, sides
 from benchmarks.peers.work import Work
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find
 from mlpipe.train.chat.template import CHATML

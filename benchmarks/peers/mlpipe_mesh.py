@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import as_worker
 from benchmarks.peers.mlpipe_worker import take_turns
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train import prepare
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session

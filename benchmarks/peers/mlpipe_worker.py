@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import as_worker
 from benchmarks.peers.work import Turns, read_work, validation_batches
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train import prepare
 from mlpipe.train.loop import Loop
 from mlpipe.train.outcome import Outcome

@@ -19,7 +19,7 @@ from kit import plans
 from torch import Tensor
 
 from mlpipe._core.presets import MOE, MoeConfig
-from mlpipe.plan.plan import Entry, GroupPlan, Mesh, ModelPlan, PipelinePlan, TrainPlan
+from mlpipe.plan.work import Entry, GroupPlan, Mesh, ModelPlan, PipelinePlan, TrainPlan
 from mlpipe.train import model as models
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.parallel.apply import parallelize

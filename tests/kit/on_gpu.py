@@ -21,7 +21,7 @@ from kit import plans
 from torch import Tensor
 
 from mlpipe._core.presets import LLAMA, MOE, LlamaConfig, MoeConfig
-from mlpipe.plan.plan import Entry, Mesh, ModelPlan, TrainPlan
+from mlpipe.plan.work import Entry, Mesh, ModelPlan, TrainPlan
 from mlpipe.train.loss_scale import LossScale
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.clipping import clip_factor, squared_norm

@@ -20,20 +20,19 @@ from kit.warm import Popen, of_plan
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
-from mlpipe.plan.plan import (
+from mlpipe.plan.plan import Launch, Plan
+from mlpipe.plan.strategies import ORDER
+from mlpipe.plan.work import (
     CallbackPlan,
     CheckpointPlan,
     DataPlan,
     Entry,
-    Launch,
     Mesh,
     ModelPlan,
     OptimizerPlan,
-    Plan,
     Strategy,
     TrainPlan,
 )
-from mlpipe.plan.strategies import ORDER
 
 CONFIG = LlamaConfig(
     vocab_size=256,

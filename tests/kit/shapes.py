@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mlpipe.plan.axes.axis import RankWork
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.pricing import layout_of
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, StepShape
 from mlpipe.plan.tensors import Tensors
+from mlpipe.plan.work import Mesh, Strategy
 
 ADAM = OptimizerCost(8)
 

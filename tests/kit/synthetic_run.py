@@ -12,16 +12,14 @@ from typing import Any
 
 from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
-from mlpipe.plan.plan import (
-    SCHEMA_VERSION,
+from mlpipe.plan.plan import SCHEMA_VERSION, Launch, Plan
+from mlpipe.plan.work import (
     CheckpointPlan,
     DataPlan,
     Entry,
-    Launch,
     Mesh,
     ModelPlan,
     OptimizerPlan,
-    Plan,
     StageWork,
     TrainPlan,
 )

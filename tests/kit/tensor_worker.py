@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe._core.presets import MOE, MoeConfig
-from mlpipe.plan.plan import Entry, Mesh, ModelPlan, TrainPlan
+from mlpipe.plan.work import Entry, Mesh, ModelPlan, TrainPlan
 from mlpipe.train.init import initialize
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.model import build_model

@@ -19,7 +19,8 @@ from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.presets import LLAMA, MOE, LlamaConfig, MoeConfig
 from mlpipe._core.quantized import Base, is_quantized
-from mlpipe.plan.plan import (
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import (
     AdapterPlan,
     CompressPlan,
     EmaPlan,
@@ -30,7 +31,6 @@ from mlpipe.plan.plan import (
     ModelPlan,
     OptimizerPlan,
     PipelinePlan,
-    Plan,
     ValidatePlan,
 )
 from mlpipe.store.folder import FolderStore

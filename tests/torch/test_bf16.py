@@ -16,7 +16,8 @@ from kit import plans
 from torch.distributed.device_mesh import init_device_mesh
 
 from mlpipe._core.presets import MOE, MoeConfig
-from mlpipe.plan.plan import Entry, Mesh, ModelPlan, Plan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import Entry, Mesh, ModelPlan
 from mlpipe.train.init import initialize
 from mlpipe.train.model import BuiltModel, LossModule
 from mlpipe.train.models import moe

@@ -10,7 +10,7 @@ from kit import plans
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.records import End, Save, Step
-from mlpipe.plan.plan import CallbackPlan
+from mlpipe.plan.work import CallbackPlan
 from mlpipe.train import prepare
 from mlpipe.train.callbacks import Callbacks, make_callbacks
 

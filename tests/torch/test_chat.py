@@ -14,7 +14,7 @@ from kit import plans
 from kit.conversations import SEQ_LEN, mixed, packed, write_chat
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import DataPlan, Mesh
+from mlpipe.plan.work import DataPlan, Mesh
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.datasets import open_dataset
 from mlpipe.train.loss import IGNORED

@@ -15,7 +15,7 @@ from kit.conversations import SEQ_LEN, packed, write_chat
 from kit.weights import weights
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import CompressPlan, DataPlan, Entry, ModelPlan, Strategy, ValidatePlan
+from mlpipe.plan.work import CompressPlan, DataPlan, Entry, ModelPlan, Strategy, ValidatePlan
 from mlpipe.train.parallel import shared_memory
 from mlpipe.train.room import FOLDER
 

@@ -20,7 +20,7 @@ from kit import plans, sample_files
 from PIL import Image
 
 from mlpipe._core.errors import StoreError, TrainError
-from mlpipe.plan.plan import DataPlan, Entry, FilesPlan, Mesh, ModelPlan, SourcePlan
+from mlpipe.plan.work import DataPlan, Entry, FilesPlan, Mesh, ModelPlan, SourcePlan
 from mlpipe.store.open import open_store
 from mlpipe.train import data_files, parquet, shard_cache, tar_index, tars
 from mlpipe.train.data import MicrobatchLoader, ReadAhead

@@ -17,7 +17,8 @@ from kit.command_runs import until
 from kit.warm import Popen
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import CompressPlan, Entry, ModelPlan, Replicas
+from mlpipe.plan.plan import Replicas
+from mlpipe.plan.work import CompressPlan, Entry, ModelPlan
 from mlpipe.store import catalogue, replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.data import MicrobatchLoader

@@ -17,20 +17,12 @@ from mlpipe._core.presets import MOE, MoeConfig
 from mlpipe.plan.axes import ep
 from mlpipe.plan.axes.axis import Layout
 from mlpipe.plan.hardware import detect_hardware
-from mlpipe.plan.plan import (
-    AdapterPlan,
-    Checkpointing,
-    Entry,
-    Mesh,
-    ModelPlan,
-    OptimizerPlan,
-    PipelinePlan,
-    Plan,
-)
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes import experts as shapes
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.time import passes
 from mlpipe.plan.wire import Wire
+from mlpipe.plan.work import AdapterPlan, Checkpointing, Entry, Mesh, ModelPlan, OptimizerPlan, PipelinePlan
 from mlpipe.train.models.moe import Experts, build_model
 from mlpipe.train.parallel import experts
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations

@@ -17,7 +17,8 @@ from kit import plans
 from kit.command_runs import Cli
 from torch import Tensor, nn
 
-from mlpipe.plan.plan import DataPlan, Entry, Mesh, ModelPlan, Plan, TrainPlan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import DataPlan, Entry, Mesh, ModelPlan, TrainPlan
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.datasets import open_dataset
 from mlpipe.train.model import build_model

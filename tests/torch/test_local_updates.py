@@ -13,7 +13,8 @@ import torch
 from kit import plans
 from kit.thread_ranks import on_ranks
 
-from mlpipe.plan.plan import CallbackPlan, IslandsPlan, OptimizerPlan, Replicas, ValidatePlan
+from mlpipe.plan.plan import Replicas
+from mlpipe.plan.work import CallbackPlan, IslandsPlan, OptimizerPlan, ValidatePlan
 from mlpipe.store import replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.optim.islands import LocalUpdates

@@ -19,8 +19,9 @@ from kit import plans
 from mlpipe._core.adapters import MAGNITUDE, A, B
 from mlpipe._core.errors import TrainError
 from mlpipe._core.quantized import is_quantized
-from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan, PipelinePlan, Plan
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes import pretrained
+from mlpipe.plan.work import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan, PipelinePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kit import plans
 from kit.processes import digest_of
 
-from mlpipe.plan.plan import EmaPlan, Entry, Mesh, ModelPlan, PipelinePlan
+from mlpipe.plan.work import EmaPlan, Entry, Mesh, ModelPlan, PipelinePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.data import MicrobatchLoader

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from kit import plans
 
-from mlpipe.plan.plan import DataPlan, Entry, ModelPlan
+from mlpipe.plan.work import DataPlan, Entry, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.worker import _repeats

@@ -16,7 +16,7 @@ from torch import nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.plan.plan import OptimizerPlan
+from mlpipe.plan.work import OptimizerPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.checkpoint import Checkpointer, Coordination, SaveSettings

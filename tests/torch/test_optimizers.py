@@ -20,7 +20,8 @@ from torch import nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.plan.plan import EmaPlan, Entry, Mesh, OptimizerPlan, ParameterGroup, PipelinePlan, Plan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import EmaPlan, Entry, Mesh, OptimizerPlan, ParameterGroup, PipelinePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.export import export_checkpoint

@@ -12,7 +12,7 @@ from kit import plans
 from kit.weights import weights
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import DataPlan, Entry
+from mlpipe.plan.work import DataPlan, Entry
 from mlpipe.train.datasets import open_dataset
 
 pytestmark = pytest.mark.torch

@@ -15,7 +15,7 @@ from kit import own, plans
 from torch import nn
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import DataPlan, Entry, Mesh, ModelPlan
+from mlpipe.plan.work import DataPlan, Entry, Mesh, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.contract import check_call

@@ -15,7 +15,8 @@ from kit.weights import held
 from mlpipe._core.errors import TrainError
 from mlpipe._core.pipelines import why_not
 from mlpipe.plan.pipelining import orders
-from mlpipe.plan.plan import Entry, Mesh, ModelPlan, OptimizerPlan, PipelinePlan, Plan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import Entry, Mesh, ModelPlan, OptimizerPlan, PipelinePlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.parallel.sequence import check_sequence, stages_of
 

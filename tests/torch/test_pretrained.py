@@ -16,8 +16,9 @@ import torch
 from kit import plans
 
 from mlpipe._core.presets import MoeConfig
-from mlpipe.plan.plan import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan, Plan
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes import pretrained
+from mlpipe.plan.work import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find

@@ -12,7 +12,8 @@ import pytest
 from kit import plans, processes
 from kit.command_runs import until
 
-from mlpipe.plan.plan import Entry, ModelPlan, Plan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import Entry, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 

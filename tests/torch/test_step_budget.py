@@ -18,11 +18,11 @@ from mlpipe.plan.axes.tp import num_collectives
 from mlpipe.plan.hardware import detect_hardware
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.pipelining import num_transfers
-from mlpipe.plan.plan import CompressPlan, Entry, IslandsPlan, Mesh, ModelPlan, PipelinePlan
 from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.experts import Experts
 from mlpipe.plan.wire import Wire
+from mlpipe.plan.work import CompressPlan, Entry, IslandsPlan, Mesh, ModelPlan, PipelinePlan
 
 pytestmark = pytest.mark.torch
 

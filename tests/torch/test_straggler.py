@@ -15,7 +15,8 @@ from kit.weights import weights
 
 from mlpipe._core.record_lines import parse
 from mlpipe.observe.progress import live_line, summarize
-from mlpipe.plan.plan import Entry, GroupPlan, Mesh, ModelPlan, PreflightPlan
+from mlpipe.plan.plan import PreflightPlan
+from mlpipe.plan.work import Entry, GroupPlan, Mesh, ModelPlan
 from mlpipe.train.slow_nodes import SLOW_FILE
 
 pytestmark = pytest.mark.torch

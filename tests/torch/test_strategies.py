@@ -11,8 +11,8 @@ from kit import plans
 
 from mlpipe.plan.memory import saved_bytes
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import Entry, ModelPlan
 from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.work import Entry, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kit.metrics import NUM_CLASSES, values
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import MetricPlan
+from mlpipe.plan.work import MetricPlan
 
 pytestmark = pytest.mark.torch
 

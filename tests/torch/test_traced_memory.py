@@ -15,10 +15,11 @@ from kit.models import PATTERNS_OF_HEADS
 
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.candidates import pick, pricer_of
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes import pretrained
 from mlpipe.plan.shapes.traced import Traced
 from mlpipe.plan.training import shape_of, trainings
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find

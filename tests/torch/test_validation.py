@@ -15,7 +15,8 @@ import pytest
 import torch
 from kit import plans
 
-from mlpipe.plan.plan import (
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import (
     BestPlan,
     DataPlan,
     EmaPlan,
@@ -23,7 +24,6 @@ from mlpipe.plan.plan import (
     MetricPlan,
     ModelPlan,
     OptimizerPlan,
-    Plan,
     StopPlan,
     ValidatePlan,
 )

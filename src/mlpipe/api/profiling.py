@@ -15,8 +15,9 @@ from mlpipe.observe.profiles.stored import StoredProfile
 from mlpipe.observe.runview import RunView
 from mlpipe.plan.candidates import priced
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.training import compare
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store import runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState

@@ -127,7 +127,8 @@ def _next(store: Store, run: RunState) -> list[str]:
 def _under_another_strategy(store: Store, run: RunState, trained: str, start: str, where: str) -> list[str]:
     """The same run, split in another way; none where that is more than a word: workers share samples, and
     batches need not come out even over all of them, or much was set besides."""
-    from mlpipe.plan.plan import Plan, TrainPlan
+    from mlpipe.plan.plan import Plan
+    from mlpipe.plan.work import TrainPlan
 
     key = f"runs/{run.run_id}/stages/{trained}/attempt-{run.stages[trained].attempt}/plan.json"
     try:

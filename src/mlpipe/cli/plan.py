@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from mlpipe.plan.ahead import StagePlan
     from mlpipe.plan.choose import Candidate
     from mlpipe.plan.hardware import Hardware
-    from mlpipe.plan.plan import Plan, TrainPlan
+    from mlpipe.plan.plan import Plan
     from mlpipe.plan.shapes.traced import Traced
+    from mlpipe.plan.work import TrainPlan
     from mlpipe.spec.model import Pipeline
 
 

@@ -11,8 +11,8 @@ from mlpipe._core.units import format_bytes, format_seconds, format_step_seconds
 if TYPE_CHECKING:
     from mlpipe.plan.choose import Candidate
     from mlpipe.plan.groups import MixedPlan
-    from mlpipe.plan.plan import GroupPlan, TrainPlan
     from mlpipe.plan.scaling import ScaledPlan
+    from mlpipe.plan.work import GroupPlan, TrainPlan
 
 _MOST_ROWS = 12
 _HEAD = ("", "strategy", "mesh", "micro", "recompute", "precision", "per worker", "step", "tok/s", "MFU")

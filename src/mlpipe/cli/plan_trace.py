@@ -17,8 +17,9 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import OWN
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.plan.build import code_digest
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes.traced import Traced
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store.outputs import cache_folder
 
 _DEADLINE_SECONDS = 300.0

@@ -83,7 +83,8 @@ def command(
 def _training_now(store: Store, run: RunState, stage: str | None) -> str | None:
     """The stage whose workers train; None: none does. Raises MlpipeError (input) for several."""
     from mlpipe._core.errors import MlpipeError
-    from mlpipe.plan.plan import Plan, TrainPlan
+    from mlpipe.plan.plan import Plan
+    from mlpipe.plan.work import TrainPlan
 
     stages = []
     for name, state in run.stages.items():

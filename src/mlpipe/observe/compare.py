@@ -23,7 +23,7 @@ from mlpipe.observe.report import render_page
 from mlpipe.observe.runview import RunView, StageView, view_run
 from mlpipe.observe.validations import best_of, names
 from mlpipe.observe.validations import points as validation_points
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store.base import Store
 from mlpipe.store.runs import read_pipeline

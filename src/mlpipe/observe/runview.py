@@ -21,7 +21,8 @@ from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.observe.goodput import Attempt, Ledger, account, add
 from mlpipe.observe.profiles.stored import StoredProfile, profiles_of_stage
 from mlpipe.observe.records import Timeline, decode_lines, list_attempts, list_ranks, merge, read_records
-from mlpipe.plan.plan import AnyWork, Plan, TrainPlan
+from mlpipe.plan.plan import AnyWork, Plan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import Checkpoint, list_checkpoints
 from mlpipe.store.preflight import Checked, read_checked

@@ -15,9 +15,10 @@ from mlpipe._core.units import parse_bytes
 from mlpipe.plan import network
 from mlpipe.plan.hardware import Hardware, detect_hardware, together
 from mlpipe.plan.launch import Given, preflight_plan
-from mlpipe.plan.plan import SCHEMA_VERSION, Plan, StageWork, TrainPlan
+from mlpipe.plan.plan import SCHEMA_VERSION, Plan
 from mlpipe.plan.pods import cluster_plan, host_bytes, pod_resources
 from mlpipe.plan.references import lender, stage_named
+from mlpipe.plan.work import StageWork, TrainPlan
 from mlpipe.spec.model import Pipeline, Resources, Stage
 
 if TYPE_CHECKING:

@@ -16,7 +16,11 @@ from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
 from mlpipe.plan.choose import Candidate, cheaper, choose, is_tight, smallest
 from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
-from mlpipe.plan.plan import (
+from mlpipe.plan.pricing import Choices, Pricer, Training
+from mlpipe.plan.shapes import frozen
+from mlpipe.plan.shapes.shape import ModelShape
+from mlpipe.plan.strategies import ORDER
+from mlpipe.plan.work import (
     CHECKPOINTING,
     Checkpointing,
     Communication,
@@ -27,10 +31,6 @@ from mlpipe.plan.plan import (
     Precision,
     TrainPlan,
 )
-from mlpipe.plan.pricing import Choices, Pricer, Training
-from mlpipe.plan.shapes import frozen
-from mlpipe.plan.shapes.shape import ModelShape
-from mlpipe.plan.strategies import ORDER
 from mlpipe.spec import links
 from mlpipe.spec.data import ChatData, OwnData, TokenData
 from mlpipe.spec.links import UNSCALED

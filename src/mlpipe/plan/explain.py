@@ -13,9 +13,10 @@ from mlpipe.plan.candidates import precision_on, priced
 from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.optimizers import optimizer_cost
-from mlpipe.plan.plan import CompressPlan, Plan, TrainPlan
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes import frozen, presets
 from mlpipe.plan.strategies import ORDER
+from mlpipe.plan.work import CompressPlan, TrainPlan
 from mlpipe.spec.model import Pipeline
 
 _MILDEST = "int8"  # of compressions that send less than half

@@ -9,7 +9,8 @@ from mlpipe.plan.calibration import Calibration
 from mlpipe.plan.candidates import priced
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import detect_hardware
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec.model import Pipeline
 
 

@@ -6,8 +6,8 @@ import math
 
 from mlpipe.plan.memory import saved_bytes
 from mlpipe.plan.optimizers import optimizer_cost
-from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.shapes import frozen
+from mlpipe.plan.work import TrainPlan
 
 # The floor: a step and a save of any model that fits a few GPUs. The ceiling: for whoever waits.
 FLOOR_SECONDS, CEILING_SECONDS, STEP_SECONDS = 600.0, 3600.0, 120.0

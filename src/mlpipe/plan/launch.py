@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from mlpipe._core.units import parse_bytes, parse_seconds
 from mlpipe.plan import allocators, grace
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.plan import Launch, Mesh, PreflightPlan, TrainPlan
+from mlpipe.plan.plan import Launch, PreflightPlan
+from mlpipe.plan.work import Mesh, TrainPlan
 from mlpipe.spec.model import Resources, Stage
 from mlpipe.spec.placeholders import fill, resolve
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from mlpipe._core.cpus import num_cpus, processor
 from mlpipe._core.files import state_folder, write_whole
 from mlpipe._core.serial import from_json, to_json
-from mlpipe.plan.plan import Precision
 from mlpipe.plan.reference import reference_seconds
 from mlpipe.plan.speed import Speed
+from mlpipe.plan.work import Precision
 
 SCHEMA_VERSION = 1
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")

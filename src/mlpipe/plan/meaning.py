@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlpipe.kinds.train.spec import OwnModel, PretrainedModel, Train
-from mlpipe.plan.plan import DataPlan, ModelPlan, SourcePlan
+from mlpipe.plan.work import DataPlan, ModelPlan, SourcePlan
 from mlpipe.spec.data import (
     BUCKET,
     AnySource,

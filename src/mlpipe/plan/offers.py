@@ -16,8 +16,9 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.units import format_bytes, parse_bytes
 from mlpipe.plan.grace import checkpoint_bytes
 from mlpipe.plan.hardware import GPUS, Hardware, cpu_speed
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.pods import host_bytes
+from mlpipe.plan.work import TrainPlan
 
 if TYPE_CHECKING:
     from mlpipe.spec.model import Resources

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mlpipe._core.optimizers import OPTIMIZERS, Parameter, StateTensor, UpdateCost
-from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.shapes.shape import ParameterCounts, by_shape
 from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, Group, Tensors, total
+from mlpipe.plan.work import TrainPlan
 
 
 @dataclass(frozen=True)

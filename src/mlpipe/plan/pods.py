@@ -10,10 +10,11 @@ from mlpipe._core.gpus import DEFAULT_RESOURCE, gpu_classes, vendor_of
 from mlpipe._core.units import format_bytes, parse_bytes, parse_seconds
 from mlpipe.plan import cluster as c
 from mlpipe.plan.network import pod_network, racks_of
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 
 if TYPE_CHECKING:
-    from mlpipe.plan.plan import Launch, StageWork
+    from mlpipe.plan.plan import Launch
+    from mlpipe.plan.work import StageWork
     from mlpipe.spec import kubernetes as k
     from mlpipe.spec.model import Pipeline, Resources, Stage
     from mlpipe.spec.network import Racks

@@ -18,15 +18,6 @@ from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import (
-    Communication,
-    CompressPlan,
-    ContextExchange,
-    IslandsPlan,
-    Mesh,
-    Offload,
-    Strategy,
-)
 from mlpipe.plan.shapes.shape import Activations, ModelShape, ParameterCounts, Part, StepShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
@@ -43,6 +34,15 @@ from mlpipe.plan.time import (
     whole_steps,
 )
 from mlpipe.plan.wire import Wire
+from mlpipe.plan.work import (
+    Communication,
+    CompressPlan,
+    ContextExchange,
+    IslandsPlan,
+    Mesh,
+    Offload,
+    Strategy,
+)
 
 if TYPE_CHECKING:
     from mlpipe.plan.uneven import Uneven

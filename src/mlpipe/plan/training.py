@@ -37,7 +37,14 @@ from mlpipe.plan.candidates import (
 )
 from mlpipe.plan.choose import Candidate, rank
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.plan import (
+from mlpipe.plan.pricing import flags_of
+from mlpipe.plan.references import stage_named
+from mlpipe.plan.shapes import frozen, presets
+from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.shape import ModelShape
+from mlpipe.plan.stages import num_blocks_of
+from mlpipe.plan.tensors import COMPUTE_BYTES
+from mlpipe.plan.work import (
     AdapterPlan,
     BestPlan,
     CallbackPlan,
@@ -66,13 +73,6 @@ from mlpipe.plan.plan import (
     ValidatePlan,
     compiled,
 )
-from mlpipe.plan.pricing import flags_of
-from mlpipe.plan.references import stage_named
-from mlpipe.plan.shapes import frozen, presets
-from mlpipe.plan.shapes.dense import Dense
-from mlpipe.plan.shapes.shape import ModelShape
-from mlpipe.plan.stages import num_blocks_of
-from mlpipe.plan.tensors import COMPUTE_BYTES
 from mlpipe.spec.data import (
     BUCKET,
     DEFAULT_CACHE,

@@ -24,7 +24,7 @@ from mlpipe.plan.dealing import (
     waits_of,
     work_of,
 )
-from mlpipe.plan.plan import Communication, Mesh
+from mlpipe.plan.work import Communication, Mesh
 
 _BYTES_PER_TOKEN = 4.0  # of English, and a vocabulary of 32,000 or more
 _TOKENS_PER_TURN = 5  # of a template, around what somebody says

@@ -17,7 +17,8 @@ from typing import Any
 from mlpipe._core import environment
 from mlpipe._core.errors import NON_RETRIABLE_CODES, SAVED_CODE, RenderError
 from mlpipe.plan.cluster import ClusterPlan, Component, GpuClaims
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.render import names
 from mlpipe.render.names import gang_name, labels
 from mlpipe.render.patches import patched

@@ -14,7 +14,8 @@ from urllib.parse import unquote, urlsplit
 from mlpipe._core import environment
 from mlpipe._core.errors import RenderError
 from mlpipe.plan.cluster import ClusterPlan, Component, PodNetwork, SecretKey
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.render.names import PLAN, gang_name
 
 PLAN_FOLDER, SCRATCH, CACHE = "/mlpipe/plan", "/mlpipe/scratch", "/mlpipe/cache"

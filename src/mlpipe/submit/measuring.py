@@ -23,7 +23,8 @@ from mlpipe.plan.build import stage_resources
 from mlpipe.plan.candidates import priced
 from mlpipe.plan.hardware import Hardware, cpu_speed, knows_machine, machine_memory_bytes
 from mlpipe.plan.machine import Core, Learnt, Machine
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec.model import Pipeline, Stage
 from mlpipe.store.runs import RunState
 from mlpipe.submit.standby import Standby, Standbys

@@ -10,8 +10,9 @@ from pathlib import Path
 from mlpipe._core.errors import SubmitError
 from mlpipe.plan.build import Start, build_plan
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.references import lender
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.placeholders import names, stage_of

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.shares import bounds
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.datasets import Streams
 from mlpipe.train.microbatch import Collated, Microbatch, collate, joined, own_part, pinned, uncounted
 from mlpipe.train.order import samples_at

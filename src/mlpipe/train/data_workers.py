@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from mlpipe._core.errors import MlpipeError, TrainError
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train import microbatch
 from mlpipe.train.stop import die_with_parent
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.records import End, Step, StopSignal
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.checkpoint import Checkpointer
 from mlpipe.train.data import ReadAhead

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 
 from mlpipe.plan.machine import PRECISIONS
-from mlpipe.plan.plan import Precision
 from mlpipe.plan.reference import REFERENCE, REFERENCE_BATCH
+from mlpipe.plan.work import Precision
 from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import Llama
 from mlpipe.train.precision import DTYPES

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from mlpipe._core.units import format_bytes
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 
 CAUSE = "out_of_memory"  # of an outcome
 _WORDS = "CUDA error: out of memory|DefaultCPUAllocator: (can't|not enough) "

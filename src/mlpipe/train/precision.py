@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlpipe.plan.plan import Precision
+from mlpipe.plan.work import Precision
 
 DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,

@@ -12,7 +12,7 @@ import torch
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.records import End
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.callbacks import Callbacks, make_callbacks
 from mlpipe.train.checkpoint import Checkpointer, Coordination, Saved, SaveSettings
 from mlpipe.train.contract import check_call

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from mlpipe._core.serial import to_json
 from mlpipe.observe.profiles.measure import measure
 from mlpipe.observe.profiles.trace import LAYER, PART, STEP, Trace
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store import profiles
 from mlpipe.store.profiles import Profile
 from mlpipe.train.data import ReadAhead

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mlpipe._core import environment
 from mlpipe._core.errors import MlpipeError
 from mlpipe._core.serial import from_json
-from mlpipe.plan.plan import ProfilePlan
+from mlpipe.plan.work import ProfilePlan
 from mlpipe.store import profiles
 from mlpipe.store.profiles import Profile, ProfileRequest
 from mlpipe.train.profile_watch import PROFILE_FILE

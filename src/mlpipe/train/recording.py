@@ -15,7 +15,7 @@ from mlpipe._core.errors import MlpipeError
 from mlpipe._core.mfu import mfu_ratio
 from mlpipe._core.records import End, Save, Step, Validation
 from mlpipe.plan.flops import CONVENTION
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.callbacks import Callbacks
 from mlpipe.train.checkpoint import Saved
 from mlpipe.train.microbatch import Microbatch

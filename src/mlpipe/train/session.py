@@ -18,7 +18,8 @@ from mlpipe._core import environment
 from mlpipe._core.errors import StoreError, TrainError
 from mlpipe._core.records import Start
 from mlpipe.observe.metrics import RankMetrics, start_metrics
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import read_run
 from mlpipe.train.outcome import Outcome

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mlpipe._core.adapters import is_adapter
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import InitPlan, TrainPlan
+from mlpipe.plan.work import InitPlan, TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.store.weights import PREFIX, Weights
 from mlpipe.train.base_weights import names_here, open_found

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from mlpipe._core.cpus import num_cpus
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.data import MicrobatchLoader, seeded_step
 from mlpipe.train.data_workers import DataWorkers, data_workers
 from mlpipe.train.microbatch import Microbatch

@@ -18,7 +18,7 @@ from mlpipe.observe.tracking.tensorboard import TensorBoard
 from mlpipe.observe.tracking.tracker import TrackedRun, Tracker
 from mlpipe.observe.tracking.tracking import Ending, Tracking
 from mlpipe.observe.tracking.wandb import Wandb, check_installed
-from mlpipe.plan.plan import TrackerPlan
+from mlpipe.plan.work import TrackerPlan
 from mlpipe.store.base import Store
 from mlpipe.store.runs import read_pipeline
 from mlpipe.train.session import Session

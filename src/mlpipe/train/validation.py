@@ -22,7 +22,7 @@ import torch.distributed as dist
 from mlpipe._core import records
 from mlpipe._core.errors import TrainError
 from mlpipe._core.gate import BUILT_IN, is_better
-from mlpipe.plan.plan import BestPlan, DataPlan, MetricPlan, StopPlan, TrainPlan, ValidatePlan
+from mlpipe.plan.work import BestPlan, DataPlan, MetricPlan, StopPlan, TrainPlan, ValidatePlan
 from mlpipe.store import catalogue
 from mlpipe.train.contract import check_call
 from mlpipe.train.datasets import open_dataset, tokenizer_of

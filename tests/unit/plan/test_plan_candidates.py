@@ -25,7 +25,6 @@ from mlpipe.plan.hardware import CPU_CORE, GIB, GPUS, Hardware
 from mlpipe.plan.kernels import Kernels, copy_seconds
 from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
 from mlpipe.plan.reference import REFERENCE, reference_step
 from mlpipe.plan.scaling import parse_nodes, scale_stage, within
@@ -37,6 +36,7 @@ from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import offload_seconds, passes, save_seconds
 from mlpipe.plan.training import compare
 from mlpipe.plan.wire import Wire
+from mlpipe.plan.work import Mesh, Strategy
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.validation import Validate

@@ -9,7 +9,8 @@ import pytest
 from kit.rendered import QUICKSTART, RUN_ID, pipeline_of, plan_of
 
 from mlpipe.plan.grace import CEILING_SECONDS, shutdown_seconds
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.render.kubernetes import driver_objects, stage_objects
 from mlpipe.render.lint import lint, lint_patches
 

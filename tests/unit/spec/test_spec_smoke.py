@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mlpipe
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.smoke import Smoke, overrides
 

@@ -20,7 +20,8 @@ from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.candidates import priced
 from mlpipe.plan.hardware import cpu_speed
 from mlpipe.plan.machine import Core, Learnt, Machine
-from mlpipe.plan.plan import Plan, Prediction
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import Prediction
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 from mlpipe.store.open import open_store

@@ -14,8 +14,8 @@ import pytest
 from kit.rendered import pipeline_of, plan_of
 
 from mlpipe._core.errors import MlpipeError, RenderError
-from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.slurm import slurm_job
+from mlpipe.plan.work import TrainPlan
 from mlpipe.render.slurm import job_name, script
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.problems import SpecErrors

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import Mesh
+from mlpipe.plan.work import Mesh
 from mlpipe.train.frames import own_frames, told
 
 pytestmark = pytest.mark.unit

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from kit.synthetic_run import train_plan
 
-from mlpipe.plan.plan import Mesh, Prediction
+from mlpipe.plan.work import Mesh, Prediction
 from mlpipe.train.out_of_memory import comes_again, is_out_of_memory, remedy
 
 pytestmark = pytest.mark.unit

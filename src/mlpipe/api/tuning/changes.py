@@ -13,7 +13,8 @@ from mlpipe.kinds.train.spec import Train
 from mlpipe.plan import allocators
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
+from mlpipe.plan.work import TrainPlan
 
 _MOST_SIZES = 3  # of micro-batches, those that the planner thinks best
 _COMPILED = ("off", "block", "model")

@@ -21,8 +21,9 @@ from mlpipe.api.pipeline import LoadedPipeline
 from mlpipe.api.signals import heard
 from mlpipe.api.tuning.decide import Config, TimeOverError, sets_of
 from mlpipe.observe.records import list_attempts, read_records
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.training import trainings
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store.base import Store
 from mlpipe.store.runs import read_run
 from mlpipe.submit import adopt, backends, planning, process

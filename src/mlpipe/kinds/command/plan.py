@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlpipe.plan.plan import StageWork
+from mlpipe.plan.work import StageWork
 
 
 @dataclass(frozen=True)

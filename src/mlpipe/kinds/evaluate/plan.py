@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mlpipe.plan.plan import DataPlan, MetricPlan, StageWork, TrackerPlan, TrainPlan
+from mlpipe.plan.work import DataPlan, MetricPlan, StageWork, TrackerPlan, TrainPlan
 
 
 @dataclass(frozen=True)

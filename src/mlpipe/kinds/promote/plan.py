@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlpipe.plan.plan import StageWork, TrackerPlan
+from mlpipe.plan.work import StageWork, TrackerPlan
 
 
 @dataclass(frozen=True)

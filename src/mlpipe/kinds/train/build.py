@@ -10,8 +10,9 @@ from mlpipe._core.presets import MOE
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import refuse
 from mlpipe.plan.launch import Given, workers
-from mlpipe.plan.plan import Launch, Replicas, TrainPlan
+from mlpipe.plan.plan import Launch, Replicas
 from mlpipe.plan.training import train_plan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec.model import Pipeline, Stage
 
 

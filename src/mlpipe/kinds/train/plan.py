@@ -1,5 +1,5 @@
 """What plan.json says of a training. The class is the planner's, and every rank's: of an evaluation, too."""
 
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 
 PLAN = TrainPlan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mlpipe.train.models.llama  # noqa: F401  # with the first import: ranks are forked behind it
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.prepare import train
 from mlpipe.train.session import Session

@@ -7,11 +7,11 @@ from typing import Literal, Protocol
 
 from mlpipe._core.pipelines import DEFAULT, Schedule
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import Communication, ContextExchange, Mesh
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, StepShape
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES
 from mlpipe.plan.tensors import GRADIENT_BYTES, Group, RankTensors, total
 from mlpipe.plan.wire import Wire
+from mlpipe.plan.work import Communication, ContextExchange, Mesh
 
 
 @dataclass(frozen=True)

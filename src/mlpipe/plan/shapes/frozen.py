@@ -13,7 +13,6 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import Named
 from mlpipe._core.quantized import Base, is_quantized, row_bytes
 from mlpipe.plan.kernels import Kernels
-from mlpipe.plan.plan import AdapterPlan, TrainPlan
 from mlpipe.plan.shapes import presets
 from mlpipe.plan.shapes.dense import Dense, stacks
 from mlpipe.plan.shapes.shape import (
@@ -25,6 +24,7 @@ from mlpipe.plan.shapes.shape import (
     by_shape,
 )
 from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors
+from mlpipe.plan.work import AdapterPlan, TrainPlan
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from mlpipe.plan.plan import Mesh, Strategy
 from mlpipe.plan.strategies import ddp, fsdp, hsdp, single, zero1, zero2
+from mlpipe.plan.work import Mesh, Strategy
 
 
 class StrategyFile(Protocol):

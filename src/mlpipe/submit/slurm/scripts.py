@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from mlpipe._core.errors import PlanError, SubmitError
 from mlpipe.plan.ahead import plan_ahead
-from mlpipe.plan.plan import Plan, TrainPlan
+from mlpipe.plan.plan import Plan
 from mlpipe.plan.pods import host_bytes
 from mlpipe.plan.slurm import SlurmJob, slurm_job
+from mlpipe.plan.work import TrainPlan
 from mlpipe.render.slurm import parts_of, script
 from mlpipe.spec.model import Pipeline
 from mlpipe.store.open import full_url

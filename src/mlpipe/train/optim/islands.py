@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import IslandsPlan
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
+from mlpipe.plan.work import IslandsPlan
 from mlpipe.train.buckets import buckets, views
 from mlpipe.train.optim.sender import Answer, Sender
 from mlpipe.train.optim.update import ISLANDS, Average, Update, after_load

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.plan.plan import EmaPlan, Entry, OptimizerPlan
+from mlpipe.plan.work import EmaPlan, Entry, OptimizerPlan
 from mlpipe.train.optim.update import Update
 from mlpipe.train.shards import LocalShard
 

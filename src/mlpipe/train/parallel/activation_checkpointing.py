@@ -17,8 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.recomputation import keeps_matmul
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.world import World
 

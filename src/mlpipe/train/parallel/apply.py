@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
 from mlpipe._core.presets import MOE, OWN
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.waits import Waits

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mlpipe._core.records import LOAD_BOUNDS
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.models.moe import MoE
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.world import World

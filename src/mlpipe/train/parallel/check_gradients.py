@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.init import some_of
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup

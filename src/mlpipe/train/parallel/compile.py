@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.models.moe import Experts
 from mlpipe.train.parallel.activation_checkpointing import compile_what_is_recomputed
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel

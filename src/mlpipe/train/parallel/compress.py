@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.buckets import buckets, views
 from mlpipe.train.parallel.compression.averager import Averager, Link, MakeAverager, averager_maker, padded
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.meshes import uneven_context
-from mlpipe.plan.plan import ContextExchange, TrainPlan
+from mlpipe.plan.work import ContextExchange, TrainPlan
 from mlpipe.train.model import Batch
 from mlpipe.train.models.attention import causal_attention
 from mlpipe.train.models.llama import Attention, Llama

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from mlpipe._core.pipelines import stages_per_rank
-from mlpipe.plan.plan import PipelinePlan, TrainPlan
 from mlpipe.plan.shapes.traced import Child
 from mlpipe.plan.stages import even_cut
+from mlpipe.plan.work import PipelinePlan, TrainPlan
 from mlpipe.train.contract import broken
 from mlpipe.train.model import Batch
 from mlpipe.train.parallel.sequence import check_sequence, sequence_of

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.models.moe import Compute, Exchange, Experts, Rows
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup

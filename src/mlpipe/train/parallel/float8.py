@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.world import World
 

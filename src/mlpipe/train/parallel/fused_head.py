@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.presets import LLAMA
-from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.sizes import HEAD_CHUNK_ELEMENTS
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.contract import check_targets
 from mlpipe.train.loss import IGNORED, gradient_of_rows, loss_of_rows
 from mlpipe.train.models.llama import Llama

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.init import (
     copy_weights,
     initialize,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.presets import OWN
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.contract import logits_of
 from mlpipe.train.model import Batch, LossModule
 from mlpipe.train.models.llama import Llama, Part

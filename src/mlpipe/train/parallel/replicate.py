@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.parallel.buffers import reading
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.without_dynamo import no_dynamo_in_ddp

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.buckets import buckets
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.shards import LocalShard, Split, rows_of

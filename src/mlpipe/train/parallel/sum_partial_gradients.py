@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup
 from mlpipe.train.world import World

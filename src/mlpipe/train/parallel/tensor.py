@@ -25,7 +25,7 @@ from mlpipe._core.adapters import A, B
 from mlpipe._core.errors import TrainError
 from mlpipe._core.meshes import TENSOR_WIDTHS, uneven_tensors
 from mlpipe._core.presets import LlamaConfig, MoeConfig
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.models.llama import MLP, Attention, Llama, Part, RMSNorm
 from mlpipe.train.parallel.lora import added
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel

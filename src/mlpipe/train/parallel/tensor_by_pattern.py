@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mlpipe._core.meshes import UNSPLIT
 from mlpipe._core.patterns import matching, nearest
-from mlpipe.plan.plan import ModelPlan, TrainPlan
+from mlpipe.plan.work import ModelPlan, TrainPlan
 from mlpipe.train.contract import broken
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup, copied, embedded_here, summed

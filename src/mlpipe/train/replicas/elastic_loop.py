@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.loop import Loop

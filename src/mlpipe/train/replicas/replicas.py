@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from mlpipe._core import environment
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.plan import TrainPlan
 from mlpipe.plan.shares import Shares
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store import replicas as store_replicas
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.optim.islands import LocalUpdates

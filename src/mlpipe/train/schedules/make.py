@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlpipe.plan.plan import TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel, nothing
 from mlpipe.train.schedules import Schedule
 from mlpipe.train.schedules.accumulate import Accumulate
