@@ -17,23 +17,21 @@ from mlpipe.plan import memory
 from mlpipe.plan.axes.axis import Layout, RankWork
 from mlpipe.plan.hardware import GPUS, Gpu
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.plan import (
-    SCHEMA_VERSION,
+from mlpipe.plan.plan import SCHEMA_VERSION, Launch, Plan
+from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.frozen import without
+from mlpipe.plan.shapes.shape import StepShape
+from mlpipe.plan.work import (
     AdapterPlan,
     CheckpointPlan,
     DataPlan,
     Entry,
-    Launch,
     Mesh,
     ModelPlan,
     OptimizerPlan,
-    Plan,
     Prediction,
     TrainPlan,
 )
-from mlpipe.plan.shapes.dense import Dense
-from mlpipe.plan.shapes.frozen import without
-from mlpipe.plan.shapes.shape import StepShape
 
 NEVER = 10**9
 

@@ -398,7 +398,7 @@ from mlpipe.train import without_dynamo
 without_dynamo.install()
 import torch
 import torch.distributed as dist
-from mlpipe.plan.plan import Entry, Mesh, ModelPlan, OptimizerPlan
+from mlpipe.plan.work import Entry, Mesh, ModelPlan, OptimizerPlan
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.make import make_update
