@@ -35,7 +35,7 @@ _CLAIM_SECONDS = 30.0  # between pipeline.yaml and run.json: who takes longer is
 _NUM_TRIES = 40
 _META: dict[str, type] = {  # of RunState, what is read without another look
     "set": list, "stages": list, "over": list, "allowed": dict, "init_from": dict,
-    "trials": dict, "metric": dict, "batch": dict, "rungs": dict,
+    "trials": dict, "metric": dict, "batch": dict, "rungs": dict, "promoted": dict,
 }  # fmt: skip
 _INDEX_KEY = re.compile(r"index/([^/]+)/([0-9]{6,})-([a-z]+)")
 
@@ -359,6 +359,8 @@ def _check_sound(run: RunState, run_id: str) -> None:
         raise ValueError("meta.set or meta.over has more than texts")
     if not all(isinstance(values, dict) for values in run.meta.get("trials", {}).values()):
         raise ValueError("meta.trials has more than values by key")
+    if (promoted := run.meta.get("promoted")) and not {"model", "version"} <= promoted.keys():
+        raise ValueError("meta.promoted names no version of a model")
 
 
 def _update(

@@ -270,6 +270,8 @@ def test_an_unknown_or_damaged_run_is_one_clear_error(store, tmp_path):
         sound.replace('"meta": {', '"meta": {"set": [1], '),
         sound.replace('"meta": {', '"meta": {"init_from": "x", '),
         sound.replace('"meta": {', '"meta": {"trials": {"000": 3}, '),
+        sound.replace('"meta": {', '"meta": {"promoted": true, '),
+        sound.replace('"meta": {', '"meta": {"promoted": {"model": "m"}, '),
         sound.replace('"outcome": {}', '"outcome": {"metrics": {"val_loss": "x"}}'),
         sound.replace('"started": null', '"started": 1e999'),
         sound.replace('"started": null', '"started": NaN'),
