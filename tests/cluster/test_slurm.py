@@ -186,7 +186,10 @@ def test_of_groups_of_machines_a_cancel_saves_and_one_by_hand_is_a_cancel_too(
     time its ranks are where the plan has them."""
     document = json.loads(spec.read_text())
     one = document["stages"][0]["resources"] | {"nodes": 1}
-    document["stages"][0]["resources"] = [one | {"speed": 2}, one | {"nodes": 2, "cpus": 2, "speed": 1}]
+    document["stages"][0]["resources"] = [
+        one | {"memory": "3 GiB", "speed": 2},  # more than a step of the others can have
+        one | {"nodes": 2, "cpus": 2, "speed": 1},
+    ]
     mixed = person.folder / "mixed.json"
     mixed.write_text(json.dumps(document))
     with hold:

@@ -37,7 +37,7 @@ ELASTIC = (*QUICKSTART, "train.resources.nodes=2..4", "slurm.time=8 h")
 PARTS = {"coordinator": "coordinator", "replica": "3"}
 GROUPS = (
     "train.resources=[{nodes: 2, gpus_per_node: 8, gpu: H100-80GB}, "
-    "{nodes: 4, gpus_per_node: 8, gpu: A100-80GB, cpus: 64}]",
+    "{nodes: 4, gpus_per_node: 8, gpu: A100-80GB, cpus: 64, memory: 128 GiB}]",
     "slurm.time=8 h",
     "slurm.options={mail-type: END, exclusive: ''}",
     "slurm.stages={train: {groups: [{gpu_type: h100}, {gpu_type: a100, partition: old}]}}",

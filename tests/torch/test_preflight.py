@@ -22,13 +22,14 @@ from kit.nvml import UUID, FakeNvml
 from kit.servers import free_port
 from kit.warm import Popen, of_plan
 
-from mlpipe._core.errors import NODE_FAULT_CODE
+from mlpipe._core.errors import NODE_FAULT_CODE, TrainError
 from mlpipe._core.load import Clock
 from mlpipe.plan.plan import PreflightPlan
 from mlpipe.plan.work import Mesh, PipelinePlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import NODE_FAULT, read_outcome
 from mlpipe.store.preflight import read_checked
+from mlpipe.train.preflight import __main__ as preflight_main
 from mlpipe.train.preflight import gang as gang_module
 from mlpipe.train.preflight import machine, remembered
 from mlpipe.train.preflight.gang import Gang
@@ -191,6 +192,34 @@ def test_a_machine_that_dies_in_its_checks_is_not_waited_for(monkeypatch):
         for index in range(3):
             assert ends[index].result(600) == ({0: 0, 1: 1, 2: 2}, lost)
         assert ends[3].result(600) is None
+
+
+def test_what_the_first_machine_tells_of_itself_is_heard_before_its_server_goes(monkeypatch):
+    """torch tells faults of a GPU by RuntimeErrors, as it does of peers that are gone."""
+    monkeypatch.setattr(gang_module, "_BEAT_SECONDS", 0.05)
+    port, heard = free_port(), threading.Event()
+
+    def fails():
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore words")
+
+    def one(index):
+        with Gang(f"localhost:{port}", index, 2, f"n{index}") as gang:
+            if index == 0:
+                preflight_main._alone(Report(0, "n0"), fails)
+            gang.exchange("alone", index)
+            lost = gang.lost
+            heard.set()
+            gang.leave([0])
+            return lost
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(one, index) for index in range(2))
+        with pytest.raises(TrainError, match="uncorrectable ECC") as failed:
+            first.result(600)
+        assert heard.is_set()
+        assert (failed.value.kind, failed.value.where) == ("infrastructure", "n0")
+        (words,) = second.result(600).values()
+        assert words.startswith("failed in its checks: CUDA error: uncorrectable ECC error")
 
 
 def test_links_are_tried_between_the_gpus_of_machines_that_have_sound_ones():

@@ -21,7 +21,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.work import TrainPlan
 from mlpipe.render import names
 from mlpipe.render.names import gang_name, labels
-from mlpipe.render.patches import patched
+from mlpipe.render.patches import patched, pod_holders
 from mlpipe.render.pod import (
     CLAIM,
     CONTAINER,
@@ -64,8 +64,9 @@ def stage_objects(plan: Plan) -> list[Json]:
             hint="shorten the arguments of the stage, or read them from a file",
         )
     form = cluster.form if is_gang(plan) else "job"
-    config, objects = None, []
+    config, objects, brought = None, [], text
     if not _brings_plan(plan, cluster, form, text):
+        brought = ""
         config = names.config_name(name, text)
         head = _head("v1", "ConfigMap", config, cluster, own)
         objects.append({**head, "immutable": True, "data": {"plan.json": text}})
@@ -90,16 +91,17 @@ def stage_objects(plan: Plan) -> list[Json]:
         )
     if cluster.groups:
         objects.append(_jobset_of_groups(plan, name, cluster, own, (config, first)))
-        return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
+        return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest, brought)
     of_form = {"jobset": _jobset, "trainjob": _trainjob}.get(form, _job)
     objects.append(of_form(plan, name, cluster, own, template))
-    return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest)
+    return _finish(objects, plan.stage, "worker", cluster, plan.spec_digest, brought)
 
 
 def _brings_plan(plan: Plan, cluster: ClusterPlan, form: str, text: str) -> bool:
     """Whether the pods have the plan with them: the queue may be one of MultiKueue's, which sends a gang to
     another cluster, and nothing else."""
     alone = cluster.queue is not None and plan.launch.replicas is None and form in ("job", "jobset")
+    alone &= not any(patch.kind == "ConfigMap" for patch in cluster.patches)  # which is the plan's
     return alone and len(text.encode()) * max(1, len(cluster.groups)) <= MAX_IN_POD_BYTES
 
 
@@ -144,12 +146,20 @@ def object_digest(document: Json) -> str:
 
 
 def _finish(
-    objects: list[Json], stage: str | None, component: Component, cluster: ClusterPlan, pipeline_digest: str
+    objects: list[Json],
+    stage: str | None,
+    component: Component,
+    cluster: ClusterPlan,
+    pipeline_digest: str,
+    brought: str = "",
 ) -> list[Json]:
+    """`brought`: the plan, where the pods have it with them, whatever a patch made of their annotations."""
     for document in objects:
         document["metadata"]["annotations"] = {names.PIPELINE_DIGEST: pipeline_digest}
     objects = patched(objects, cluster.patches, stage, component)
     for document in objects:
+        for holder in pod_holders(document) if brought else ():
+            holder["template"]["metadata"].setdefault("annotations", {})[names.PLAN] = brought
         annotations = document["metadata"].setdefault("annotations", {})
         annotations[names.SPEC_DIGEST] = object_digest(document)
     return objects

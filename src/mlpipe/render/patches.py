@@ -77,7 +77,7 @@ def targets(patch: Patch, objects: Sequence[Json], stage: str | None, component:
 
 def _apply(patch: Patch, target: Json) -> Json:
     if patch.kind == "Pod":
-        for holder in _holders(target):
+        for holder in pod_holders(target):
             holder["template"] = _known(patch, holder["template"])
     elif patch.kind == target["kind"]:
         target = _known(patch, target)
@@ -104,10 +104,10 @@ def _known(patch: Patch, target: Json) -> Json:
 
 def _has_pods(document: Json) -> bool:
     """Of a TrainJob, the pod's own patches are in it already."""
-    return document["kind"] == "TrainJob" or bool(_holders(document))
+    return document["kind"] == "TrainJob" or bool(pod_holders(document))
 
 
-def _holders(document: Json) -> list[Json]:
+def pod_holders(document: Json) -> list[Json]:
     """What holds a pod template, as far as there are any."""
     try:
         jobs = [document]

@@ -99,8 +99,6 @@ def worker_template(
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
         "karpenter.sh/do-not-disrupt": "true",
     }
-    if config is None:
-        annotations[PLAN] = plan.to_json()
     if cluster.network is not None:
         _network(spec, annotations, cluster.network)
     return {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}

@@ -247,6 +247,8 @@ class _Step:
     def start(self, command: str, together: int) -> str:
         """But for its standard input."""
         options = f"--cpus-per-task={self.job.cpus} --kill-on-bad-exit={together}"
+        if self.group:  # else each asks for what the batch script's component has (SLURM_MEM_PER_NODE)
+            options += f" --mem={self.job.memory_mib}M"
         return f"srun {self.every_node} {options} {command}"
 
 

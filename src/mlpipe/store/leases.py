@@ -13,7 +13,8 @@ from mlpipe._core.processes import ProcessId, is_alive, this_process
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RUN_ENDED, WAITS_FOR_STAGES, Lease, RunState, update_run, write_index_key
 
-_LONGEST_SECONDS = 3600.0  # no driver takes one for so long: a clock was wrong, or it was made up
+# No driver takes one for so long, whatever time zone its clock is taken for: it was made up.
+_LONGEST_SECONDS = 86400.0
 _RESTART_SECONDS = 120.0  # for a cluster to start a driver in place of one that let go
 
 

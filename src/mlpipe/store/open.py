@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -22,7 +23,11 @@ def default_url(store: str | None, otherwise: str | None = None) -> str:
 
 def full_url(url: str) -> str:
     """The `url` of the store that `open_store` would open, without credentials, and no server is asked."""
-    return url.rstrip("/") if url.startswith("s3://") else open_store(url).url
+    if url.startswith("s3://"):
+        return url.rstrip("/")
+    from mlpipe.store.folder import FolderStore
+
+    return FolderStore(_path_of(url)).url
 
 
 def open_store(url: str) -> Store:
@@ -35,24 +40,26 @@ def open_store(url: str) -> Store:
         from mlpipe.store.s3 import S3Store
 
         return S3Store.from_environment(url)
+    from mlpipe.store.folder import FolderStore
+
+    store, is_file = FolderStore(_path_of(url)), False
+    with suppress(OSError):  # the store says so itself when it is used
+        is_file = store.root.exists() and not store.root.is_dir()
+    if is_file:
+        raise StoreError("is a file; a folder is needed here", where=store.url, hint=_KINDS, kind="input")
+    return store
+
+
+def _path_of(url: str) -> Path:
     if url.startswith("file://"):
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
             raise StoreError(f"{url!r} names another host", hint="write file:///path", kind="input")
-        return _folder(Path(unquote(parts.path)))
+        return Path(unquote(parts.path))
     if "://" in url or re.match("[A-Za-z0-9]+:/", url) or not url:
         raise StoreError(
             f"{url!r} is not a store",
             hint=_KINDS,
             kind="input",
         )
-    return _folder(Path(url).expanduser())
-
-
-def _folder(path: Path) -> Store:
-    from mlpipe.store.folder import FolderStore
-
-    store = FolderStore(path)
-    if store.root.exists() and not store.root.is_dir():
-        raise StoreError("is a file; a folder is needed here", where=store.url, hint=_KINDS, kind="input")
-    return store
+    return Path(url).expanduser()

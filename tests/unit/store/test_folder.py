@@ -17,7 +17,7 @@ from mlpipe._core.errors import StoreError
 from mlpipe.store import folder
 from mlpipe.store.base import RESERVED
 from mlpipe.store.folder import FolderStore
-from mlpipe.store.open import open_store
+from mlpipe.store.open import full_url, open_store
 
 pytestmark = pytest.mark.unit
 
@@ -97,6 +97,13 @@ TestFolder = FolderMachine.TestCase
 
 
 _ODD = ["", "../x", "a/../b", "/etc/passwd", "a//b", "a/.", ".mlpipe-x", "a\\b", "a\nb"]
+
+
+def test_a_folder_that_cannot_be_looked_at_is_opened_and_says_so_when_it_is_used(tmp_path):
+    url = str(tmp_path / ("a" * 300))
+    assert full_url(url) == open_store(url).url
+    with pytest.raises(StoreError):
+        open_store(url).probe()
 
 
 @given(key=st.text(max_size=30) | st.sampled_from(_ODD))

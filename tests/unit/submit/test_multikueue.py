@@ -55,6 +55,12 @@ def test_what_a_queue_may_send_elsewhere_is_the_gang_and_nothing_else(monkeypatc
     mounts = {one["name"]: one["mountPath"] for one in pod["spec"]["containers"][0]["volumeMounts"]}
     assert mounts["plan"] == PLAN_FOLDER
     assert json.loads(pod["metadata"]["annotations"][ANNOTATION]) == json.loads(PLAN.to_json())
+    whole = "json: [{op: add, path: /metadata/annotations, value: {a: b}}]"
+    (jobset,) = stage_objects(of(QUEUE, f"kubernetes.patches=[{{target: {{kind: Pod}}, {whole}}}]"))
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    assert pod["metadata"]["annotations"].keys() == {"a", ANNOTATION}
+    of_config = "kubernetes.patches=[{target: {kind: ConfigMap}, strategic: {metadata: {labels: {a: b}}}}]"
+    assert [one["kind"] for one in stage_objects(of(QUEUE, of_config))] == ["ConfigMap", "JobSet"]
     monkeypatch.setattr(kubernetes, "MAX_IN_POD_BYTES", len(PLAN.to_json()) - 1)
     assert [one["kind"] for one in stage_objects(PLAN)] == ["ConfigMap", "JobSet"]
 
@@ -111,6 +117,9 @@ def test_worker_clusters_that_the_kubeconfig_knows_are_asked_for_what_the_pods_n
         assert refused.value.kind == "input"
         for kind, name in (("secrets", "token"), ("secrets", "mlpipe-store"), ("configmaps", "flags")):
             west.put(kind, {"metadata": {"name": name}})
+        with pytest.raises(SubmitError, match="cluster west, which lacks LocalQueue team-a"):
+            server_dry_run(api, objects)
+        west.put("localqueues", {"metadata": {"name": "team-a"}})
         server_dry_run(api, objects)
         assert ("jobsets", NAME) not in west.objects
         west.inject("POST", "/pods", Fault("status", 403, 'serviceaccount "mlpipe-worker" not found'))

@@ -9,8 +9,9 @@ github.com/kubernetes-sigs/kueue).
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.plan.plan import Plan
@@ -26,7 +27,8 @@ _OF_VOLUMES = {
     "persistentVolumeClaim": ("PersistentVolumeClaim", "claimName"),
     "secret": ("Secret", "secretName"),
 }
-_OF_ENV = {"configMap": "ConfigMap", "secret": "Secret"}
+_OF_ENV = {"configMap": ("ConfigMap", "name"), "secret": ("Secret", "name")}
+_ASK_SECONDS = 20.0  # who has not been told where a gang is asks again
 
 
 def is_sent(gang: Object) -> bool:
@@ -77,30 +79,44 @@ def known_workers(api: ClusterApi, queue: str) -> dict[str, ClusterApi]:
         for name in clusters_of(api, queue):
             with contextlib.suppress(SubmitError):  # no such context
                 found[name] = connect(name, api.namespace)
-    return found
+    return {name: one for name, one in found.items() if one.host != api.host}
 
 
-def lacking(api: ClusterApi, pods: Iterable[Object]) -> list[str]:
-    """What these pods (specs) name and a cluster has not, as far as who asks may look: "Secret a", say."""
+def lacking(api: ClusterApi, pods: Iterable[Object], queue: str) -> list[str]:
+    """What these pods (specs) name and a cluster has not, as far as who asks may look: "Secret a", say; or
+    its LocalQueue of that name."""
     wanted: set[tuple[str, str]] = set()
     for spec in pods:
         wanted |= {("Secret", one["name"]) for one in spec.get("imagePullSecrets", [])}
         for volume in spec.get("volumes", []):
-            wanted |= {(kind, volume[of][key]) for of, (kind, key) in _OF_VOLUMES.items() if of in volume}
-        for one in (one for container in spec["containers"] for one in container.get("envFrom", [])):
-            wanted |= {(kind, one[f"{of}Ref"]["name"]) for of, kind in _OF_ENV.items() if f"{of}Ref" in one}
-        for one in (one.get("valueFrom", {}) for container in spec["containers"] for one in container["env"]):
-            wanted |= {
-                (kind, one[f"{of}KeyRef"]["name"]) for of, kind in _OF_ENV.items() if f"{of}KeyRef" in one
-            }
+            wanted |= _named(volume, {of: of for of in _OF_VOLUMES}, _OF_VOLUMES)
+        for container in spec["containers"]:
+            for one in container.get("envFrom", []):
+                wanted |= _named(one, {of: f"{of}Ref" for of in _OF_ENV}, _OF_ENV)
+            for one in container.get("env", []):
+                wanted |= _named(one.get("valueFrom", {}), {of: f"{of}KeyRef" for of in _OF_ENV}, _OF_ENV)
+    core = f"/api/v1/namespaces/{api.namespace}"
+    paths = {f"{kind} {name}": f"{core}/{kind.lower()}s/{name}" for kind, name in sorted(wanted)}
+    kueue = f"/apis/kueue.x-k8s.io/{api.kueue_version()}"
+    paths[f"LocalQueue {queue}"] = f"{kueue}/namespaces/{api.namespace}/localqueues/{queue}"
     absent = []
-    for kind, name in sorted(wanted):
-        path = f"/api/v1/namespaces/{api.namespace}/{kind.lower()}s/{name}"
+    for what, path in paths.items():
         try:
-            api.request("GET", path, what=f"read {kind} {name}")
+            api.request("GET", path, what=f"read {what}")
         except ApiError as error:
-            absent += [f"{kind} {name}"] if error.status == 404 else []
+            absent += [what] if error.status == 404 else []
     return absent
+
+
+def _named(
+    source: Object, keys: Mapping[str, str], kinds: Mapping[str, tuple[str, str]]
+) -> set[tuple[str, str]]:
+    """Kind and name of what `source` refers to by one of `keys`, and needs."""
+    return {
+        (kind, source[keys[of]][name])
+        for of, (kind, name) in kinds.items()
+        if keys[of] in source and not source[keys[of]].get("optional")
+    }
 
 
 class Sent:
@@ -115,6 +131,7 @@ class Sent:
         self._grace_seconds = plan.launch.shutdown_seconds + GRACE_SECONDS
         self._was_ready = False
         self._gone: float | None = None
+        self._asked = -math.inf
 
     def look(self, api: ClusterApi, gang: Object) -> bool:
         """Whether it was taken back: by a queue that needs its quota, by the worker's Kueue, or since the
@@ -124,7 +141,8 @@ class Sent:
         if gang["spec"].get("suspend"):
             return self.ran
         self.ran, self._was_ready = True, self._was_ready or is_ready(gang)
-        if self.worker is None:
+        if self.worker is None and time.monotonic() - self._asked > _ASK_SECONDS:
+            self._asked = time.monotonic()
             self.worker = _worker_of(api, gang)
         return False
 

@@ -113,15 +113,20 @@ def _dry_run_there(api: ClusterApi, sent: list[Object]) -> None:
     """Gangs of a queue that MultiKueue sends elsewhere, in each of those clusters that can be asked: any may
     be chosen, and nobody here would see why pods there do not start."""
     pods = [one["spec"] for gang in sent for one in made_of(gang) if one["kind"] == "Pod"]
-    for name, there in known_workers(api, sent[0]["metadata"]["labels"][names.QUEUE]).items():
+    queue = sent[0]["metadata"]["labels"][names.QUEUE]
+    for name, there in known_workers(api, queue).items():
         try:
             server_dry_run(there, sent)
         except ApiError as error:
-            if is_away(error) or (error.status == 403 and " cannot " in error.message):
-                continue  # it may be back, or MultiKueue may do there what we may not
+            # it may be back, or MultiKueue may do there what we may not: it has credentials of its own
+            if is_away(error) or error.status <= 0 or (error.status == 403 and " cannot " in error.message):
+                continue
             error.where = f"cluster {name}"
             raise
-        if absent := lacking(there, pods):
+        except SubmitError as error:
+            error.where = f"cluster {name}"
+            raise
+        if absent := lacking(there, pods, queue):
             raise SubmitError(
                 f"MultiKueue may send it to cluster {name}, which lacks {', '.join(absent)}",
                 where=f"namespace {there.namespace}",

@@ -103,7 +103,8 @@ def _cancel_in_place(store: Store, sweep_id: str, name: str, why: str, deadline:
     """As its controller would."""
     with HeldLease(store, sweep_id):
         sweep = runs.read_run(store, sweep_id)
-        if sweep.stages[name].state != "pending":
+        begun = store.exists(f"runs/{sweeps.trial_run_id(sweep_id, name)}/run.json")
+        if begun or sweep.stages[name].state not in ("pending", "running"):  # one may have died in between
             return
         _end_batch(store, sweep, deadline, [other for other in sweep.stages if other != name])
         asked = submission_of(store, sweep)

@@ -76,7 +76,7 @@ def _in_gang(
 ) -> tuple[Checked, Ranked | None]:
     rendezvous = GangNode.from_environment().rendezvous
     addresses = gang.addresses(rendezvous) if limits.spares else []
-    machine.look(plan, limits, scratch, store, report)
+    _alone(report, lambda: machine.look(plan, limits, scratch, store, report))
     reports = _together(gang, report, "alone")
     if len(reports) == gang.size:
         at(scratch, "the links between machines")
@@ -86,7 +86,11 @@ def _in_gang(
     checked = judge(reports, limits, gang.seconds)
     if (checked.words or checked.busy) and len(reports) == gang.size and gang.seconds < CHECK_SECONDS / 2:
         reports = _again(
-            gang, report, reports, limits, lambda: machine.look_again(plan, limits, store, report)
+            gang,
+            report,
+            reports,
+            limits,
+            lambda: _alone(report, lambda: machine.look_again(plan, limits, store, report)),
         )
         checked = judge(reports, limits, gang.seconds)
     silent = sorted(set(range(gang.size)) - {one.index for one in reports})
@@ -96,6 +100,16 @@ def _in_gang(
     ranked = _ranked(plan, rendezvous, addresses, chosen(reports, checked, plan.launch.num_nodes))
     gang.leave(silent)
     return checked, ranked
+
+
+def _alone(report: Report, look: Callable[[], None]) -> None:
+    """What fails here is this machine's: torch tells most faults of a GPU by RuntimeErrors, as it does of
+    peers that are gone. Raises TrainError (infrastructure)."""
+    try:
+        look()
+    except RuntimeError as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TrainError(first, where=report.node, kind="infrastructure") from error
 
 
 def _ranked(plan: Plan, rendezvous: str, addresses: list[str], indices: list[int]) -> Ranked | None:

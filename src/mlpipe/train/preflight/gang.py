@@ -80,6 +80,8 @@ class Gang:
         if error is not None and not isinstance(error, RuntimeError):  # of these the others are the cause
             with suppress(RuntimeError):
                 self._lose(self.index, f"failed in its checks: {error}")
+                if self.index == 0 and isinstance(error, Exception):  # what it told goes with its server
+                    self._wait("over", _GONE_SECONDS, [self.index])
 
     def _beat(self, store: dist.Store) -> None:
         with suppress(RuntimeError):  # the first machine has left

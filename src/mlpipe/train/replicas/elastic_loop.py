@@ -124,6 +124,7 @@ class ElasticLoop(Loop):
         """Of who was healed when the others had begun with it."""
         assert self.replicas.islands is not None
         self.replicas.islands.agree()
+        self.model.after_step()
         self.model.waits.take()  # of no step that is recorded here
         self.position.step += 1
         self.position.samples += self.plan.global_batch

@@ -16,7 +16,7 @@ from mlpipe.train.parallel.rank_group import RankGroup
 from mlpipe.train.replicas.member import Member
 
 _BUCKET_BYTES = 25 * 2**20
-_PIECE_BYTES = 4 * 2**20  # of what islands tell, over slower links
+_PIECE_BYTES = 4 * 2**20  # of what travels over slower links; a bucket may be one tensor of any size
 # An operation begins when all are ready for it: what takes longer has lost somebody. The slowest link that
 # is waited for carries so many bytes a second.
 _LOST_SECONDS = 15.0
@@ -51,7 +51,8 @@ class Exchange:
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             # one after the other: a group with nothing under way closes its connections at once, by which
             # the others hear of it
-            self._do("allreduce", [flat])
+            for part in flat.split(_BUCKET_BYTES // flat.element_size()):
+                self._do("allreduce", [part])
             for tensor, part in zip(bucket, views(flat, bucket), strict=True):
                 tensor.copy_(part)
 
@@ -59,13 +60,15 @@ class Exchange:
         """To the member with that index. Raises MembershipChanged."""
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in bucket])
-            self._do("send", [flat.cpu()], to, 0)
+            for part in flat.cpu().split(_PIECE_BYTES):
+                self._do("send", [part], to, 0)
 
     def receive(self, tensors: Sequence[torch.Tensor], of: int) -> None:
         """Into tensors of the same shapes. Raises MembershipChanged, with some of them overwritten."""
         for bucket in _buckets(tensors):
             flat = torch.empty(sum(one.nbytes for one in bucket), dtype=torch.uint8)
-            self._do("recv", [flat], of, 0)
+            for piece in flat.split(_PIECE_BYTES):
+                self._do("recv", [piece], of, 0)
             for tensor, part in zip(bucket, flat.split([one.nbytes for one in bucket]), strict=True):
                 tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
@@ -99,16 +102,29 @@ class _Ranks(RankGroup):
         if self.num_ranks == 1:
             return part
         whole = part.new_empty((self.num_ranks * part.shape[0], *part.shape[1:]), device="cpu")
-        self.do("_allgather_base", whole, part.cpu().contiguous())
+        rows = whole.view(self.num_ranks, -1)
+        for own, columns in zip(_pieces(part.cpu().reshape(1, -1)), _pieces(rows), strict=True):
+            received = torch.empty_like(columns, memory_format=torch.contiguous_format)
+            self.do("_allgather_base", received, own.contiguous())
+            columns.copy_(received)
         return whole.to(part.device)
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         """As over any ranks."""
         if self.num_ranks == 1:
             return rows
-        received = torch.empty_like(rows, device="cpu")
-        self.do("alltoall_base", received, rows.cpu().contiguous(), [], [])
+        received = torch.empty_like(rows, device="cpu", memory_format=torch.contiguous_format)
+        own = rows.cpu().contiguous().view(self.num_ranks, -1)
+        for sent, columns in zip(_pieces(own), _pieces(received.view(self.num_ranks, -1)), strict=True):
+            came = torch.empty_like(sent, memory_format=torch.contiguous_format)
+            self.do("alltoall_base", came, sent.contiguous(), [], [])
+            columns.copy_(came)
         return received.to(rows.device)
+
+
+def _pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Columns of them, views, of as many bytes a row as travel at once."""
+    return rows.split(_PIECE_BYTES // rows.element_size(), dim=1)
 
 
 class _Values(dist.Store):
