@@ -92,6 +92,7 @@ def test_what_has_measured_is_forked_into_launchers_and_their_torchrun(tmp_path:
 
         os.kill(parent(launcher.pid), signal.SIGKILL)  # as it dies with its driver
         wait_until("all has ended", lambda: not process.members("d"), _GUARD_SECONDS)
+        wait_until("whoever has it now has reaped it", lambda: launcher.poll() is not None, _GUARD_SECONDS)
         assert launcher.poll() == -signal.SIGKILL
         outcome = read_outcome(open_store(str(tmp_path / "store")), f"{plan.attempt_key}/outcome.json")
         assert outcome is not None
