@@ -219,7 +219,7 @@ def test_what_the_first_machine_tells_of_itself_is_heard_before_its_server_goes(
         assert heard.is_set()
         assert (failed.value.kind, failed.value.where) == ("infrastructure", "n0")
         (words,) = second.result(600).values()
-        assert words.startswith("failed in its checks: CUDA error: uncorrectable ECC error")
+        assert words == "failed in its checks: n0: CUDA error: uncorrectable ECC error encountered"
 
 
 def test_links_are_tried_between_the_gpus_of_machines_that_have_sound_ones():
