@@ -70,13 +70,13 @@ def test_one_run_waits_for_another_and_one_of_higher_priority_preempts_it(
         place.submit(first, "first", "--wait")
         place.until_step("queued", 5)
         assert message("queued") == ""
-        urgent = command("urgent", "high", occupied)
+        preferred = command("preferred", "high", occupied)
         occupied.touch()
-        place.submit(urgent, "urgent")
-        place.until("the urgent run's pod", lambda: place.worker_pods("urgent"))
+        place.submit(preferred, "preferred")
+        place.until("the preferred run's pod", lambda: place.worker_pods("preferred"))
         place.until("the word on it", lambda: "suspended" in message("queued"), 120)
         occupied.unlink()
-    place.submit(urgent, "urgent", "--wait")
+    place.submit(preferred, "preferred", "--wait")
     place.submit(spec, "queued", "--wait")
     undisturbed.check(place, "queued")
     assert place.run_state("queued").stages["train"].attempt == 1

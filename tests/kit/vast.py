@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -117,7 +119,6 @@ class Vast:
     late: dict[int, tuple[str, str, Any, str]] = field(default_factory=dict)
     url: str = ""
     image: Mapping[str, str] = field(default_factory=dict)  # environment that the image sets
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="mlpipe-vast-")))
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
@@ -248,10 +249,17 @@ class Vast:
                     os.kill(int(entry.name), signal.SIGKILL)
         instance.process.wait(30)
 
+    @cached_property
+    def folder(self) -> Path:
+        """Of machines that run."""
+        return Path(tempfile.mkdtemp(prefix="mlpipe-vast-"))
+
     def close(self) -> None:
         """Ends what is left."""
         for instance in [*self.instances.values(), *self.past]:
             self._kill(instance)
+        if "folder" in vars(self):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
