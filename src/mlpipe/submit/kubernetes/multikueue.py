@@ -89,12 +89,12 @@ def lacking(api: ClusterApi, pods: Iterable[Object], queue: str) -> list[str]:
     for spec in pods:
         wanted |= {("Secret", one["name"]) for one in spec.get("imagePullSecrets", [])}
         for volume in spec.get("volumes", []):
-            wanted |= _named(volume, {of: of for of in _OF_VOLUMES}, _OF_VOLUMES)
+            wanted |= _named(volume, _OF_VOLUMES)
         for container in spec["containers"]:
             for one in container.get("envFrom", []):
-                wanted |= _named(one, {of: f"{of}Ref" for of in _OF_ENV}, _OF_ENV)
+                wanted |= _named(one, _OF_ENV, "Ref")
             for one in container.get("env", []):
-                wanted |= _named(one.get("valueFrom", {}), {of: f"{of}KeyRef" for of in _OF_ENV}, _OF_ENV)
+                wanted |= _named(one.get("valueFrom", {}), _OF_ENV, "KeyRef")
     core = f"/api/v1/namespaces/{api.namespace}"
     paths = {f"{kind} {name}": f"{core}/{kind.lower()}s/{name}" for kind, name in sorted(wanted)}
     kueue = f"/apis/kueue.x-k8s.io/{api.kueue_version()}"
@@ -108,14 +108,12 @@ def lacking(api: ClusterApi, pods: Iterable[Object], queue: str) -> list[str]:
     return absent
 
 
-def _named(
-    source: Object, keys: Mapping[str, str], kinds: Mapping[str, tuple[str, str]]
-) -> set[tuple[str, str]]:
-    """Kind and name of what `source` refers to by one of `keys`, and needs."""
+def _named(source: Object, kinds: Mapping[str, tuple[str, str]], suffix: str = "") -> set[tuple[str, str]]:
+    """Kind and name of what `source` refers to, and needs. `suffix`: of the keys by which it does."""
     return {
-        (kind, source[keys[of]][name])
+        (kind, one[name])
         for of, (kind, name) in kinds.items()
-        if keys[of] in source and not source[keys[of]].get("optional")
+        if (one := source.get(of + suffix)) is not None and not one.get("optional")
     }
 
 

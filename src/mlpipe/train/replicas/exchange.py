@@ -102,11 +102,7 @@ class _Ranks(RankGroup):
         if self.num_ranks == 1:
             return part
         whole = part.new_empty((self.num_ranks * part.shape[0], *part.shape[1:]), device="cpu")
-        rows = whole.view(self.num_ranks, -1)
-        for own, columns in zip(_pieces(part.cpu().reshape(1, -1)), _pieces(rows), strict=True):
-            received = torch.empty_like(columns, memory_format=torch.contiguous_format)
-            self.do("_allgather_base", received, own.contiguous())
-            columns.copy_(received)
+        self._in_pieces("_allgather_base", whole.view(self.num_ranks, -1), part.cpu().reshape(1, -1))
         return whole.to(part.device)
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
@@ -115,11 +111,15 @@ class _Ranks(RankGroup):
             return rows
         received = torch.empty_like(rows, device="cpu", memory_format=torch.contiguous_format)
         own = rows.cpu().contiguous().view(self.num_ranks, -1)
-        for sent, columns in zip(_pieces(own), _pieces(received.view(self.num_ranks, -1)), strict=True):
-            came = torch.empty_like(sent, memory_format=torch.contiguous_format)
-            self.do("alltoall_base", came, sent.contiguous(), [], [])
-            columns.copy_(came)
+        self._in_pieces("alltoall_base", received.view(self.num_ranks, -1), own, [], [])
         return received.to(rows.device)
+
+    def _in_pieces(self, what: str, received: torch.Tensor, sent: torch.Tensor, *more: Any) -> None:
+        """Into columns of `received` those of `sent`."""
+        for into, own in zip(_pieces(received), _pieces(sent), strict=True):
+            came = torch.empty_like(into, memory_format=torch.contiguous_format)
+            self.do(what, came, own.contiguous(), *more)
+            into.copy_(came)
 
 
 def _pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
