@@ -61,6 +61,9 @@ training.
 | 0 | done | {_MEANINGS["done"]} | has done its part |
 {rows}{fault}
 
+A command whose reader has gone away (`mlpipe list | head -1`) ends with 141 and without a word, as a shell
+reports of any program.
+
 Under `--output json` a command that fails also prints one document with the message, where it happened, what
 to do about it and the name from this table.
 """

@@ -239,8 +239,8 @@ def fleet_board() -> Dashboard:
         number(
             "Failed runs by cause",
             about(
-                "not_finite, hang and out_of_memory, else whose fault it was: failed (the run's own code or "
-                "gate), infrastructure, input.",
+                "not_finite, hang, out_of_memory and node_fault (of a preflight), else whose fault it "
+                "was: failed (the run's own code or gate), infrastructure, input.",
                 "none.",
                 "Many of infrastructure: the cluster or the store is ill.",
                 "MlpipeJobFailed",

@@ -141,11 +141,13 @@ def test_what_mlpipe_renders_passes(api, name):
             assert api.refused(one, gang["metadata"].get("namespace", "mlpipe")) == ""
 
 
-def test_the_exporter_passes(api):
+def test_the_exporter_passes_with_the_drivers_keys(api):
     image = "registry.example.com/team/mlpipe-cli@sha256:" + "0" * 64
-    text = _chart("mlpipe", "--set", f"exporter.enabled=true,exporter.image={image},exporter.store=s3://b/p")
+    text = _chart("ml", "--set", f"exporter.enabled=true,exporter.image={image},exporter.store=s3://b/p")
     (found,) = [one for one in manifests.load(text) if one["kind"] == "Deployment"]
-    assert api.refused(pod_of(found)) == ""
+    pod = json.dumps(pod_of(found))
+    assert "not mlpipe-store" in api.refused(json.loads(pod), "ml")
+    assert api.refused(json.loads(pod.replace("mlpipe-store", "ml-driver")), "ml") == ""
 
 
 def _set(path, value):

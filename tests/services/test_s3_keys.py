@@ -12,7 +12,7 @@ from kit.servers import ServerMissingError, s3_server
 
 from mlpipe._core.errors import StoreError
 from mlpipe.observe.profiles.stored import profiles_of_stage
-from mlpipe.plan.work import Entry, ModelPlan
+from mlpipe.plan.work import Entry, ModelPlan, TrackerPlan
 from mlpipe.store import catalogue, outputs, profiles, registry, runs
 from mlpipe.store.blobs import read_blob, write_blob
 from mlpipe.store.preflight import Checked, probe_key, read_checked, write_checked
@@ -100,7 +100,9 @@ def test_workers_train_and_write_nothing_but_what_their_stages_make(minio, keys,
     held.touch()
     slow = ModelPlan(Entry("kit.models:slow", {"seconds": 1.5, "while_file": str(held)}), None, 32, ())
     train = plans.train_plan(URL, tokens, world_size=1, steps=6, every=2, model=slow)
-    train = replace(train, work=replace(train.work, checkpoint=replace(train.work.checkpoint, keep=1)))
+    checkpoint = replace(train.work.checkpoint, keep=1)
+    track = (TrackerPlan("tensorboard"),)
+    train = replace(train, work=replace(train.work, checkpoint=checkpoint, track=track))
     train = replace(train, inputs=("runs/run/stages/corpus",))
     driver.put(f"{train.attempt_key}/plan.json", train.to_json().encode())
     profiles.ask(driver, train.attempt_key, ProfileRequest("asked", 1))
@@ -117,6 +119,7 @@ def test_workers_train_and_write_nothing_but_what_their_stages_make(minio, keys,
         assert driver.exists(f"{plan.attempt_key}/outcome.json")
         assert driver.read_log(f"{plan.attempt_key}/events.jsonl")[0]
         assert driver.list_logs(f"{plan.attempt_key}/records")
+    assert list(driver.list(f"{train.stage_key}/tensorboard"))
     ((profiled,),) = [one.ranks for one in profiles_of_stage(driver, train.stage_key)]
     assert (profiled.rank, profiled.num_steps) == (0, 1)
     (kept,) = catalogue.list_checkpoints(driver, train.stage_key)  # workers prune, too

@@ -50,9 +50,10 @@ def submit(
     **options: Any,
 ) -> Run:
     """Starts a run that outlives this program, and returns as soon as it has a driver; `Run.wait` waits for
-    it. `backend`: `local` (the default: processes of this machine), `kubernetes`, `jenkins`, or another
-    package's; `options`: those that it adds to `mlpipe submit`, such as `namespace="team"`. A `run_id` that
-    exists is adopted if it is of the same pipeline. Raises SpecError, PlanError or SubmitError."""
+    it. `backend`: `local` (the default: processes of this machine), `kubernetes`, `slurm`, `jenkins`,
+    `rented`, or another package's; `options`: those that it adds to `mlpipe submit`, such as
+    `context="prod"`. A `run_id` that exists is adopted if it is of the same pipeline. Raises SpecError,
+    PlanError or SubmitError."""
     from mlpipe.api.run import Run
     from mlpipe.submit.adopt import DriveRequest, claim
     from mlpipe.submit.delegate import Delegate

@@ -32,8 +32,8 @@ def command(session: CliSession, where: str | None, sort: str | None) -> None:
 
     Fields of --where and --sort: keys of the pipeline as --set takes them, or shorter where that is clear
     (train.lr); metrics (val_loss, loss, step, tokens_per_second, mfu_ratio); run, state, created, updated,
-    seconds, pipeline, backend, user, host, git_commit. Each that is named becomes a column. What the index
-    does not tell is read of every run.
+    seconds, pipeline, backend, user, host, git_commit, message. Each that is named becomes a column. What
+    the index does not tell is read of every run.
     """
     from mlpipe.store import runs
 

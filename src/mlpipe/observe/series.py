@@ -281,7 +281,8 @@ FLEET_METRICS: tuple[Metric, ...] = (
     Metric("mlpipe_fleet_runs", "gauge", "runs", "none", "Runs of the store.", "index", ("state",)),
     Metric(
         "mlpipe_fleet_failed_runs", "gauge", "runs", "none",
-        "Failed runs: not_finite (loss or gradient), hang, out_of_memory, or the kind of the error.",
+        "Failed runs: not_finite (loss or gradient), hang, out_of_memory, node_fault (preflight), or the kind"
+        " of the error.",
         "run.json", ("cause",),
     ),
     Metric(
@@ -361,7 +362,8 @@ FLEET_METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "mlpipe_run_goodput_ratio", "gauge", "ratio", "none",
-        "Share of rank-seconds in compute and communication of steps that are kept.", "the same", _RUN,
+        "Share of rank-seconds in compute, communication and bubble of steps that are kept.",
+        "the same", _RUN,
     ),
     Metric("mlpipe_run_cost_usd", "gauge", "USD", "none", "What its trainings cost.", "the same", _RUN),
     Metric("mlpipe_run_badput_usd", "gauge", "USD", "none", "Of that, what badput cost.", "the same", _RUN),

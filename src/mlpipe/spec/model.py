@@ -155,7 +155,7 @@ class Resources(SpecModel):
         return self.nodes if isinstance(self.nodes, int) else 1
 
 
-class Group(Resources):
+class MachineGroup(Resources):
     """Machines of one class, of several that train together."""
 
     speed: f.Positive | None = Field(
@@ -170,7 +170,7 @@ class Group(Resources):
 
 _Resources = Annotated[
     Annotated[Resources, Tag("one")]
-    | Annotated[tuple[Group, ...], Field(min_length=2, max_length=16, strict=False), Tag("groups")],
+    | Annotated[tuple[MachineGroup, ...], Field(min_length=2, max_length=16, strict=False), Tag("groups")],
     Discriminator(lambda value: "groups" if isinstance(value, list | tuple) else "one"),
 ]
 
@@ -219,7 +219,7 @@ class Stage(_OfAnyKind):
     )
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[MachineGroup, ...]:
         """Where the machines differ."""
         return self.resources_ if isinstance(self.resources_, tuple) else ()
 
@@ -261,7 +261,9 @@ class Pipeline(SpecModel):
 
     version: Literal[1] = Field(description="Of this format.")
     name: f.Name = Field(description="Starts the run ids.")
-    image: f.Image | None = Field(None, description="Container image; cluster backends only.")
+    image: f.Image | None = Field(
+        None, description="Container image of pods, of rented machines, and of containers on Slurm."
+    )
     store: f.StoreUrl = Field("./runs", description="A folder, or `s3://bucket/prefix`.")
     kubernetes: Kubernetes | None = Field(None, description="How a run looks on a cluster.")
     slurm: Slurm | None = Field(None, description="How a run looks on a Slurm cluster.")

@@ -35,7 +35,7 @@ class OwnSchedule(SpecModel):
     args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments of the function.")
 
 
-class Group(SpecModel):
+class ParameterGroup(SpecModel):
     """Parameters that are updated otherwise, by their names. Each belongs to the first group that it
     matches."""
 
@@ -96,7 +96,7 @@ class Optimizer(SpecModel):
     min_lr_ratio: f.Ratio = Field(
         0.1, description="Final learning rate as a share of the peak; of named schedules."
     )
-    groups: Annotated[tuple[Group, ...], Field(strict=False)] | None = Field(
+    groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] | None = Field(
         None, description="Parameters with a learning rate or weight decay of their own. Default: none."
     )
 

@@ -49,7 +49,7 @@ class ObjectInfo:
 
 class LogWriter(Protocol):
     """Append-only lines. A folder loses at most the last line when the process is killed; S3 cannot
-    append, so it gets numbered chunks at least every 10 s and on flush."""
+    append, so it gets numbered chunks at least every 5 s and on flush."""
 
     def write(self, data: bytes) -> None:
         """Takes `data`, whole lines, to be stored soon."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,7 +61,10 @@ class S3Store:
         try:
             deadline_seconds = float(seconds)
         except ValueError:
-            raise StoreError(f"{environment.STORE_DEADLINE_SECONDS} is {seconds!r}", kind="input") from None
+            deadline_seconds = 0.0
+        if not 0 < deadline_seconds < math.inf:
+            words, hint = f"{environment.STORE_DEADLINE_SECONDS} is {seconds!r}", "write seconds, such as 90"
+            raise StoreError(words, hint=hint, kind="input")
         endpoint = Endpoint(
             url=address,
             region=region,

@@ -16,6 +16,7 @@ Who = Literal["worker", "driver"]
 _WORKERS_WRITE = (
     "checkpoints/*",
     "outputs/*",
+    "tensorboard/*",
     "attempt-*/logs/*",
     "attempt-*/records/*",
     "attempt-*/postmortem/*",

@@ -47,7 +47,7 @@ def test_a_drivers_policy_is_all_below_the_stores_prefix_and_no_more():
     }  # fmt: skip
     below = f"{arn}/runs/*/stages/*"
     assert policy("s3://bkt", "worker")["Statement"][2]["Resource"] == [
-        f"{below}/checkpoints/*", f"{below}/outputs/*", f"{below}/attempt-*/logs/*",
+        f"{below}/checkpoints/*", f"{below}/outputs/*", f"{below}/tensorboard/*", f"{below}/attempt-*/logs/*",
         f"{below}/attempt-*/records/*", f"{below}/attempt-*/postmortem/*",
         f"{below}/attempt-*/profiles/*", f"{below}/attempt-*/events.jsonl/*",
         f"{below}/attempt-*/outcome*.json", f"{below}/attempt-*/coordinator",

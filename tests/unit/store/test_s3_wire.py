@@ -181,6 +181,7 @@ def test_the_environment_says_where_the_bucket_is(wire):
         ({"AWS_ENDPOINT_URL_S3": "ftp://host"}, "AWS_ENDPOINT_URL_S3 is 'ftp://host'"),
         ({"AWS_ENDPOINT_URL_S3": "http://"}, "AWS_ENDPOINT_URL_S3 is 'http://'"),
         ({"MLPIPE_STORE_DEADLINE_SECONDS": "soon"}, "MLPIPE_STORE_DEADLINE_SECONDS is 'soon'"),
+        ({"MLPIPE_STORE_DEADLINE_SECONDS": "nan"}, "is 'nan'"),
     ):
         with pytest.raises(StoreError, match=words) as caught:
             endpoint(**change)
