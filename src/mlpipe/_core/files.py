@@ -39,6 +39,16 @@ def home_folder() -> Path:
     return Path(home if os.path.isabs(home) else "/")
 
 
+def user_name() -> str:
+    """For a user who has none, the number."""
+    import getpass  # of few verbs
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the latter from Python 3.13 on
+        return str(os.getuid())
+
+
 def config_folder() -> Path:
     """Of what a user says for all pipelines: $XDG_CONFIG_HOME/mlpipe, by default ~/.config/mlpipe. A relative
     one does not count (XDG)."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import getpass
 import socket
 from typing import TYPE_CHECKING
 
+from mlpipe._core.files import user_name
 from mlpipe.store import runs, sweeps
 from mlpipe.submit import backends
 from mlpipe.submit.driver import cancel
@@ -33,7 +33,7 @@ def stop_run(
             return request
     if runs.clear_claim(store, run_id):
         return None
-    who = f"cancelled by {getpass.getuser()} on {socket.gethostname()}"
+    who = f"cancelled by {user_name()} on {socket.gethostname()}"
     if (trial := waiting_trial(store, run_id)) is not None:
         return cancel_trial(store, *trial, who, timeout_seconds=timeout_seconds)
     stop = cancel_sweep if sweeps.is_sweep(runs.read_run(store, run_id)) else cancel

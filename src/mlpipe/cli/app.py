@@ -114,6 +114,7 @@ def _print_version(ctx: click.Context) -> None:
 def run_app(args: list[str] | None = None) -> NoReturn:
     """Run one command and exit with the code that the table in `_core/errors.py` gives its outcome."""
     session = CliSession()
+    _open_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, interrupt)
     try:
@@ -135,12 +136,28 @@ def run_app(args: list[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def _open_streams() -> None:
+    """What a caller closed (`>&-`) is nowhere, and no file of a store becomes it."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+
+
 def _explain(error: Exception, session: CliSession) -> int:
     """The message on standard error (and a document on standard output under `--output json`)."""
     if isinstance(error, click.ClickException):
         error.show()
         session.error_document(error.format_message(), kind="input")
         return EXIT_CODES["input"]
+    if isinstance(error, MemoryError):
+        hint = "raise its limit (ulimit -v), or use a machine with more"
+        error = MlpipeError("this process has no memory left", hint=hint, kind="infrastructure")
+    if isinstance(error, OSError) and error.strerror:  # of a file or device, where nobody thought of one
+        where, hint = error.filename and str(error.filename), "is it full, read-only or somebody else's?"
+        error = MlpipeError(error.strerror, where=where, hint=hint, kind="infrastructure")
     if isinstance(error, MlpipeError) and error.kind != "bug":
         problems = getattr(error, "problems", None)  # SpecErrors: a line each, as editors expect them
         session.complain(str(error) if problems else f"{click.style('error:', fg='red', bold=True)} {error}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -24,6 +25,17 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
     """A signal handler."""
     raise Interrupt
+
+
+@contextmanager
+def _heard_or_not() -> Iterator[None]:
+    """No run ends because its terminal is gone, or the disk is full that its notes are written to."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # `| head`, as any program
+    except OSError:
+        return
 
 
 class CliSession:
@@ -49,7 +61,8 @@ class CliSession:
 
     def complain(self, text: str) -> None:
         """A line on standard error, `--quiet` or not."""
-        click.echo(printable(text), err=True, color=self._colour(sys.stderr))
+        with _heard_or_not():
+            click.echo(printable(text), err=True, color=self._colour(sys.stderr))
 
     def error_document(self, message: str, **fields: Any) -> None:
         if self.json:
@@ -61,7 +74,8 @@ class CliSession:
 
     def write(self, text: str) -> None:
         """On standard error, as it stands: the line that rewrites itself."""
-        click.echo(text, nl=False, err=True, color=True)
+        with _heard_or_not():
+            click.echo(text, nl=False, err=True, color=True)
 
     def open_store(self, otherwise: str | None = None) -> Store:
         """`--store`, else MLPIPE_STORE, else `otherwise` (the spec's), else ./runs."""

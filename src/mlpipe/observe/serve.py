@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import sys
 import threading
 from http.server import ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
 
 _SCRAPER_SECONDS = 10.0  # a scraper that is silent for so long is hung up on
+_AT_ONCE = 16  # connections; the oldest makes room, so that nobody takes all threads and files of a training
 
 
 class Serving:
@@ -37,6 +41,29 @@ class Serving:
 
 
 class _Server(ThreadingHTTPServer):
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        self._open: list[socket.socket] = []
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread, as ever."""
+        self._open.append(request)
+        if len(self._open) > _AT_ONCE:
+            with contextlib.suppress(OSError, IndexError):
+                self._open.pop(0).shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """It is over, also where its client left."""
+        with contextlib.suppress(ValueError):
+            self._open.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Not of one that left before its answer: whoever may connect would fill a rank's log."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
     def server_bind(self) -> None:
         """As HTTPServer does, without a look-up."""
         # HTTPServer's own looks up the host's full name, which waits for a name server that may be away.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mlpipe._core.errors import SpecError
 
 SHOWN = 50
+_LONGEST = 1000  # characters of a message
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,10 @@ class Problem:
         return Place(self.file, self.line, self.col)
 
     def __str__(self) -> str:
-        text = f"{self.place}: {self.message}"
+        message = self.message
+        if len(message) > _LONGEST:  # it quotes what was written
+            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
+        text = f"{self.place}: {message}"
         text = f"{text}; {self.hint}" if self.hint else text
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 

@@ -15,6 +15,7 @@ from mlpipe.store.runs import RUN_ENDED, WAITS_FOR_STAGES, Lease, RunState, upda
 
 # No driver takes one for so long, whatever time zone its clock is taken for: it was made up.
 _LONGEST_SECONDS = 86400.0
+_CLOCKS_SECONDS = 3600.0  # by which those of two machines may differ
 _RESTART_SECONDS = 120.0  # for a cluster to start a driver in place of one that let go
 
 
@@ -78,11 +79,21 @@ def lease_is_live(lease: Lease | None) -> bool:
     """Whether somebody drives the run, as far as can be told from here."""
     if lease is None or not 0 <= lease.expires - time.time() <= _LONGEST_SECONDS:
         return False
-    alive = is_alive(ProcessId(lease.pid, lease.namespace, lease.started))
+    alive = is_alive(_process(lease))
     if alive is not None:
         return alive
     # of this very pod, but not of this container: that one has ended, and was started anew as ours
     return lease.pod_uid == "" or lease.pod_uid != os.environ.get(environment.POD_UID)
+
+
+def is_over_by_clock(lease: Lease) -> bool:
+    """Whether it ended so lately that its holder may be alive, on a machine whose clock is another one."""
+    late = time.time() - lease.expires
+    return 0 < late < _CLOCKS_SECONDS and is_alive(_process(lease)) is None
+
+
+def _process(lease: Lease) -> ProcessId:
+    return ProcessId(lease.pid, lease.namespace, lease.started)
 
 
 def undriven_since(run: RunState) -> float | None:

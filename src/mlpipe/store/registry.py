@@ -27,6 +27,7 @@ from mlpipe.store.manifest import MANIFEST, Blob, Manifest, Tensor, part_objects
 _NUM_TRIES = 100
 _NUM_THREADS = 4
 _ALIAS_BYTES = 4096
+_CLOCKS_SECONDS = 3600.0  # by which those of two machines may differ
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,14 @@ def show_model(store: Store, name: str, version: int | str) -> Model:
 
 
 def find_version(store: Store, name: str, lineage: Mapping[str, Any], *, since: float) -> Model | None:
-    """The newest version whose lineage says all of `lineage`, of those promoted after `since` (Unix
-    seconds)."""
+    """The newest version whose lineage says all of `lineage`. `since`: Unix seconds, before which none of
+    those was promoted, by any machine's clock. One that is damaged is passed over."""
     for version in reversed(_versions(store, name)):
-        model = _model(store, name, version, {})
-        if model.time < since:
+        try:
+            model = _model(store, name, version, {})
+        except DamagedError:
+            continue
+        if model.time < since - _CLOCKS_SECONDS:
             break
         if lineage.items() <= model.lineage.items():
             return model

@@ -165,7 +165,10 @@ class S3Store:
 
     def get_with_etag(self, key: str) -> tuple[bytes, str]:
         reply = self._client.call(Request("GET", self._name(key)))
-        return reply.data, reply.headers["ETag"]
+        etag = reply.headers.get("ETag")
+        if etag is None:
+            raise self._stranger("an object without an ETag")
+        return reply.data, etag
 
     def exists(self, key: str) -> bool:
         return self._client.call(Request("HEAD", self._name(key), accept=(200, 404))).status == 200
@@ -176,20 +179,30 @@ class S3Store:
             query["delimiter"] = "/"
         while True:
             data = self._client.call(Request("GET", query=query)).data
-            listed = [self._info(item) for item in _elements(data, "Contents")]
-            listed += [
-                ObjectInfo(item["Prefix"][len(self._prefix) :], 0, 0.0)
-                for item in _elements(data, "CommonPrefixes")
-            ]
+            try:
+                page = next(_elements(data, "ListBucketResult"))
+                listed = [self._info(item) for item in _elements(data, "Contents")]
+                listed += [
+                    ObjectInfo(item["Prefix"][len(self._prefix) :], 0, 0.0)
+                    for item in _elements(data, "CommonPrefixes")
+                ]
+                more = page["NextContinuationToken"] if page.get("IsTruncated") == "true" else None
+                if more is not None and more == query.get("continuation-token"):
+                    raise ValueError("the same page again")
+            except (StopIteration, KeyError, ValueError):
+                raise self._stranger("no list of objects") from None
             # some servers leave markers of empty folders behind
             yield from sorted(
                 (info for info in listed if info.size_bytes or not info.key.endswith("/") or not recursive),
                 key=lambda info: info.key,
             )
-            page = next(_elements(data, "ListBucketResult"))
-            if page.get("IsTruncated") != "true":
+            if more is None:
                 return
-            query["continuation-token"] = page["NextContinuationToken"]
+            query["continuation-token"] = more
+
+    def _stranger(self, what: str) -> StoreError:
+        hint = "is AWS_ENDPOINT_URL_S3 the address of an S3 server, and nothing between that answers instead?"
+        return StoreError(f"{self._client.endpoint.url} answered with {what}", where=self.url, hint=hint)
 
     def _info(self, item: Mapping[str, str]) -> ObjectInfo:
         modified = datetime.fromisoformat(item["LastModified"]).timestamp()

@@ -254,7 +254,7 @@ def _sent(body: Sequence[Buffer], deadline: float) -> Iterator[memoryview]:
 def _receive(response: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
     pieces: list[bytes] = []
     size = 0
-    while piece := response.read(_PIECE_BYTES):
+    while piece := response.read1(_PIECE_BYTES):  # `read` would wait for all of it, however slowly it came
         pieces.append(piece)
         size += len(piece)
         if time.monotonic() > deadline:
@@ -265,15 +265,16 @@ def _receive(response: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
 
 
 def _receive_into(response: urllib3.BaseHTTPResponse, into: memoryview, deadline: float, where: str) -> None:
-    """From the socket straight into the caller's memory: urllib3's own `readinto` would copy every byte once
-    more. `_fp` is the http.client response under it, which counts the bytes of Content-Length."""
+    """From the socket into the caller's memory, as it comes: `readinto` would wait for a whole piece, however
+    slowly it came. `_fp` is the http.client response under urllib3's, which counts the bytes of
+    Content-Length."""
     expected = int(response.headers.get("Content-Length", len(into)))
     if expected > len(into):
         raise StoreError("the server sent more than was asked for", where=where)
     source = response._fp  # type: ignore[attr-defined]
     filled = 0
     while filled < expected:
-        count = source.readinto(into[filled : filled + _PIECE_BYTES])
+        count = source.readinto1(into[filled : filled + _PIECE_BYTES])
         if not count:
             raise ProtocolError(f"the connection ended {expected - filled} bytes early")
         filled += count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import socket
 import time
@@ -11,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mlpipe._core.errors import StoreError
-from mlpipe._core.files import check_name
+from mlpipe._core.files import check_name, user_name
 from mlpipe._core.ids import new_run_id
 from mlpipe.plan.training import starts_from_weights, trainings
 from mlpipe.spec.model import Pipeline
@@ -81,7 +80,7 @@ def record(store: Store, backend: Backend, submission: Submission, stages: list[
         "set": list(submission.overrides),
         "folder": submission.folder,
         "host": socket.gethostname(),
-        "user": getpass.getuser(),
+        "user": user_name(),
         "git_commit": git_commit(submission.folder),
         "jenkins_build": os.environ.get("BUILD_TAG"),
         "jenkins_url": build_address(os.environ.get("BUILD_URL", "")),

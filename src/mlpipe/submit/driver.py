@@ -205,10 +205,14 @@ def _cancel_driverless(store: Store, former: RunState, why: str, timeout_seconds
         return runs.update_run(
             store,
             former.run_id,
-            lambda run: replace(
-                run,
-                state="cancelled",
-                message=why,
-                stages={name: stopped(stage) for name, stage in run.stages.items()},
+            lambda run: (
+                run
+                if run.state in runs.RUN_ENDED  # meanwhile, by a driver that was quick
+                else replace(
+                    run,
+                    state="cancelled",
+                    message=why,
+                    stages={name: stopped(stage) for name, stage in run.stages.items()},
+                )
             ),
         )

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from mlpipe._core.errors import StoreError
+from mlpipe._core.serial import read_json
 from mlpipe.store.base import Store
 from mlpipe.submit.executor import StopRequest
 
@@ -42,10 +43,10 @@ class Following:
 
     def leave(self) -> None:
         try:
-            lease = json.loads(self._store.get(self._key)) if self._store.exists(self._key) else {}
-            if lease.get("holder") == self._holder:
+            lease = read_json(self._store.get(self._key)) if self._store.exists(self._key) else {}
+            if lease["holder"] == self._holder:
                 self._store.delete([self._key])
-        except (StoreError, ValueError):
+        except (StoreError, ValueError, KeyError, TypeError):
             return  # it expires, and an error on its way out must not be hidden by this one
 
 
@@ -61,7 +62,7 @@ def cancel_orphans(store: Store, run_id: str, stop: StopRequest) -> Callable[[],
         try:
             if not store.exists(_key(run_id)):
                 return
-            late = time.time() - float(json.loads(store.get(_key(run_id)))["expires"])
+            late = time.time() - float(read_json(store.get(_key(run_id)))["expires"])
             if late > 0:
                 store.delete([_key(run_id)])  # a resume begins without it
         except (StoreError, ValueError, KeyError, TypeError):

@@ -59,6 +59,8 @@ class ThreadedHandle(ABC):
             self._ended = self._work()
         except MlpipeError as error:
             self._ended = Ended("failed", str(error), kind=error.kind)
+        except OSError as error:  # a full disk
+            self._ended = Ended("failed", str(error), kind="infrastructure")
         except Exception as error:
             self._ended = Ended("failed", f"{type(error).__name__}: {error}", kind="bug")
 

@@ -39,6 +39,7 @@ class HeldLease:
         self._run_id = run_id
         self._released = threading.Event()
         self._lost: str | None = None
+        self._watched: tuple[Lease | None, float] = None, 0.0  # another's, and since when it is as it is
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> HeldLease:
@@ -46,6 +47,7 @@ class HeldLease:
         dead: str | None = None
         while True:
             try:
+                self._await_silence()
                 leases.take_lease(self.store, self._run_id, self.holder, LEASE_SECONDS, dead=dead)
                 break
             except StoreError as error:
@@ -64,6 +66,27 @@ class HeldLease:
             leases.release_lease(self.store, self._run_id, self.holder)
         except StoreError:
             return  # it expires by itself, and an error on its way out must not be hidden by this one
+
+    def _await_silence(self) -> None:
+        """A lease that is over by our clock may be renewed all the same: one that ended lately is taken once
+        it was watched for as long as a renewal takes. Raises StoreError (input) where it was renewed."""
+        while True:
+            lease, before = runs.read_run(self.store, self._run_id).driver, self._watched[0]
+            if lease != before:
+                self._watched = lease, time.monotonic()
+            if lease is None or not leases.is_over_by_clock(lease) or self._has_ended(lease):
+                return
+            if before is not None and lease.holder == before.holder and lease != before:
+                raise StoreError(
+                    f"run {self._run_id} is driven by process {lease.pid} on {lease.host}, whose clock "
+                    "and this machine's differ",
+                    where=self.store.url,
+                    hint="set both by NTP; nothing was started",
+                    kind="input",
+                )
+            if time.monotonic() - self._watched[1] > 1.5 * _RENEW_SECONDS:
+                return
+            time.sleep(1.0)
 
     def check(self) -> None:
         """Raises SubmitError once the lease is lost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -122,6 +123,40 @@ def test_a_bug_exits_1_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with pytest.raises(SystemExit):
         app.run_app(["list", "--debug"])
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device", "/full/x"), "error: /full/x: No space left on device"),
+        (MemoryError(), "error: this process has no memory left"),
+    ],
+)
+def test_what_the_machine_refuses_is_no_bug(monkeypatch, capsys, error: Exception, words: str):
+    def refused(self, *_):
+        raise error
+
+    monkeypatch.setattr(session.CliSession, "open_store", refused)
+    with pytest.raises(SystemExit) as exit_:
+        app.run_app(["list"])
+    assert exit_.value.code == EXIT_CODES["infrastructure"]
+    assert words in capsys.readouterr().err
+
+
+def test_a_note_that_nobody_can_hear_ends_nothing(monkeypatch: pytest.MonkeyPatch):
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        session.CliSession().note("a terminal that is gone")
+        session.CliSession().write("\rlikewise")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+def test_streams_that_are_closed_are_nowhere(cli: Cli):
+    argv = [sys.executable, "-m", "mlpipe.cli", "list", "--store", str(cli.store)]
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *argv]
+    assert subprocess.run(closed, timeout=300, check=False).returncode == 0
 
 
 def test_ctrl_c_while_a_module_is_imported_exits_130(tmp_path: Path):

@@ -90,8 +90,12 @@ def test_runs_of_every_state_are_served_and_pass_promtool(store):
     fleet.round()
     serving = Serving(fleet, "127.0.0.1", 0)
     try:
+        silent = [socket.create_connection(("127.0.0.1", serving.port), timeout=5) for _ in range(40)]
         with urllib.request.urlopen(f"http://127.0.0.1:{serving.port}/metrics", timeout=300) as answer:
             text = answer.read().decode()
+        assert silent[0].recv(1) == b""  # long before it has been silent for 10 s
+        for one in silent:
+            one.close()
     finally:
         serving.close()
     assert {family.name for family in text_string_to_metric_families(text)} == {m.name for m in FLEET_METRICS}

@@ -55,12 +55,18 @@ class Slow(io.BytesIO):
     clock: Any = None
 
     def read(self, size: int | None = -1) -> bytes:
-        self.clock.now += 60
-        return super().read(size)
+        raise AssertionError("it waits for all that is asked for, a byte of which may come each 19 s")
 
-    def readinto(self, buffer: Any) -> int:
+    readinto = read  # type: ignore[assignment]
+
+    def read1(self, size: int | None = -1) -> bytes:
         self.clock.now += 60
-        return super().readinto(buffer)
+        return super().read1(size)
+
+    def readinto1(self, buffer: Any) -> int:
+        piece = self.read1(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
 
 
 class Wire:
@@ -368,6 +374,26 @@ def page(contents: dict[str, int], *prefixes: str, more: str = "") -> tuple[int,
         200,
         f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{text}</ListBucketResult>'.encode(),
     )
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [(200, b"<html><body>log in</body></html>")],
+        [(200, b"")],
+        [(200, page({"l/a": 1})[1].replace(b"Size>1<", b"Size>many<"))],
+        [(200, page({}, more="x")[1].replace(b"ContinuationToken", b"Marker"))],
+        [page({"l/a": 1}, more="same")] * 3,  # without end
+    ],
+)
+def test_what_answers_in_place_of_a_store_is_no_list(store, wire, answers):
+    wire.answers = answers
+    with pytest.raises(StoreError, match="answered with no list of objects") as caught:
+        list(store.list("l"))
+    assert (caught.value.kind, caught.value.where) == ("infrastructure", "s3://bucket/pre/fix")
+    wire.answers = [(200, b"<html></html>")]
+    with pytest.raises(StoreError, match="an object without an ETag"):
+        store.get_with_etag("x")
 
 
 def test_pages_of_a_list_are_joined_and_markers_of_folders_left_out(store, wire):

@@ -1,7 +1,10 @@
-"""The address of the build that makes a run, as boards and pages link to it."""
+"""Who makes a run: the address of the build, as boards and pages link to it, and the user."""
+
+import os
 
 import pytest
 
+from mlpipe._core.files import user_name
 from mlpipe.submit.adopt import build_address
 
 pytestmark = pytest.mark.unit
@@ -20,3 +23,13 @@ pytestmark = pytest.mark.unit
 )
 def test_an_address_carries_no_secret(said, kept):
     assert build_address(said) == kept
+
+
+def test_a_user_whom_no_passwd_file_knows_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert user_name() == str(os.getuid())

@@ -406,7 +406,10 @@ def promote_plan(store: Store, attempt: int) -> Plan:
     return replace(plan, run_id="r", store_url=store.url, work=PromotePlan("train", None, "lm", "best"))
 
 
-@pytest.mark.parametrize("died", ["never", "before the version", "after the version", "after the alias"])
+@pytest.mark.parametrize(
+    "died",
+    ["never", "before the version", "after the version", "after the alias", "in an attempt before"],
+)
 def test_the_driver_promotes_by_itself_and_once(tmp_path: Path, died: str) -> None:
     """No executor starts anything, wherever the driver before it died."""
     store = open_store(str(tmp_path))
@@ -419,9 +422,11 @@ def test_the_driver_promotes_by_itself_and_once(tmp_path: Path, died: str) -> No
     runs.update_run(store, "r", lambda run: replace(run, state="running", stages=stages))
     plan = promote_plan(store, 1)
     store.put(f"{plan.attempt_key}/plan.json", plan.to_json().encode())
-    if died.startswith("after"):
+    if died.startswith(("after", "in")):
         alias = "best" if died == "after the alias" else None
         registry.promote(store, "lm", alias, prefix, {"attempt": plan.attempt_key})
+    if died == "in an attempt before":  # on this machine, where a resume begins another
+        runs.reopen(store, "r")
     executor = Scripted(lambda: runner.state, needs, set(), {}, cpus=0)
     drive = Drive(store, "r", "me", tmp_path / "scratch", StopRequest())
     runner = DagRunner(drive, needs, lambda name, attempt: promote_plan(store, attempt), executor)

@@ -31,9 +31,10 @@ def test_the_driver_stops_for_an_expired_lease_alone(tmp_path: Path, monkeypatch
     assert store.exists(key)
     following.leave()
     assert not store.exists(key)
-    for broken in (b"", b"[]", b'{"expires": null}'):
+    for broken in (b"", b"[]", b'{"expires": null}', b'{"expires": %d}' % 10**400):
         store.put(key, broken)
         look()
+        other.leave()
     assert stop.kind is None
     store.put(key, json.dumps({"holder": "x", "expires": time.time() - 1}).encode())
     look()

@@ -51,13 +51,14 @@ class Life:
     store: FolderStore
     fate: Fate
     after_seconds: float
+    beat: bytes = b'{"received_bytes": 0, "sent_bytes": 0}'
 
     def look(self) -> None:
         for one in list(self.account.instances.values()):
             key = f"runs/r/stages/train/attempt-{one.body['label'].split('/')[4]}"
             passed = self.account.time() - one.began
             if passed > 60:
-                self.store.put(f"{key}/{BEAT}", json.dumps({"received_bytes": 0, "sent_bytes": 0}).encode())
+                self.store.put(f"{key}/{BEAT}", self.beat)
             asked = json.loads(self.store.get(f"{key}/{LEASE}"))["stop"]
             if self.fate == "done" and passed > self.after_seconds:
                 write_outcome(self.store, f"{key}/outcome.json", AttemptOutcome("done"))
@@ -173,6 +174,28 @@ def test_never_over_budget_and_every_machine_goes_back(
             expected = {"done": ("done", False), "interrupted": ("failed", True), "hangs": ("failed", False)}
             late = after_seconds > 1800 * max_usd  # before that the money may be over
             assert late or (ended.state, ended.lost) == expected.get(fate, ("failed", False))
+
+
+LIES = [
+    b"[]",
+    b'{"received_bytes": "many", "sent_bytes": 0}',
+    b'{"received_bytes": -1000000000000000, "sent_bytes": 0}',
+    b'{"received_bytes": 1e999, "sent_bytes": 0}',
+]
+
+
+def test_what_the_owner_of_a_machine_says_of_its_bytes_frees_no_money_and_keeps_no_machine(
+    driver: Driver, account: stand_in.Vast
+) -> None:
+    """Whose keys write there: it kept its machine rented, or had thousands of dollars added to the budget."""
+    account.offers[:] = [row | {"inet_down_cost": 0.02} for row in account.offers]
+    driver.life.after_seconds = 600.0
+    here = driver.market(5.0)
+    for number, driver.life.beat in enumerate(LIES, start=1):
+        assert driver.run(here, attempt=number).state == "done"
+        assert account.instances == {}
+        assert [one.ended is not None for one in here.rentals.all()] == [True] * number
+    assert 0.2 < account.usd() <= here.rentals.spent_usd() < 5.0
 
 
 def test_a_save_for_want_of_money_says_how_to_go_on(driver: Driver, account: stand_in.Vast) -> None:

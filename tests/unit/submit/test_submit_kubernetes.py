@@ -576,6 +576,18 @@ def test_later_commands_go_to_the_cluster_of_the_submit(person):
     assert person.made() == []
 
 
+def test_a_run_of_the_same_id_in_another_store_is_left_alone(person):
+    """Two teams share a namespace: `cancel` of one's run deleted the other's pods."""
+    person.submit("--run-id", "r")
+    job = person.server.objects["jobs", "r-driver"]
+    args = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    args[args.index("--store") + 1] = "s3://theirs/runs"
+    made = person.made()
+    assert person.mlpipe("cancel", "r")[0] == 0
+    assert runs.read_run(person.store, "r").state == "cancelled"
+    assert person.made() == made
+
+
 def test_cancel_of_a_run_without_a_driver_leaves_nothing(person):
     person.submit("--run-id", "r")
     code, text = person.mlpipe("cancel", "r")

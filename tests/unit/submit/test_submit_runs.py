@@ -13,17 +13,19 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from kit import clock
 from kit.command_runs import Cli, shell, until, write_spec
 from kit.synthetic_run import stage_plan, train_plan
 
-from mlpipe._core.errors import SubmitError
+from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.cli.app import app
 from mlpipe.cli.outcome import summary
 from mlpipe.cli.session import CliSession
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
-from mlpipe.submit import detach, process
+from mlpipe.submit import backends, detach, driver, held_lease, process
+from mlpipe.submit.held_lease import HeldLease
 
 pytestmark = pytest.mark.unit
 
@@ -473,3 +475,48 @@ def test_who_submits_a_run_second_at_once_leaves_it_to_the_first(tmp_path, monke
     with pytest.raises(SubmitError, match="cannot be written"):
         detach.detach(store, "r")
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("late", [100, -20, 7200])
+def test_a_driver_whose_clock_is_another_one_is_not_driven_out(tmp_path, monkeypatch, late):
+    """Its lease is over by this machine's clock, but it renews it; one that is silent is taken over."""
+    store = FolderStore(tmp_path)
+    runs.create_run(store, "r", "version: 1\n", "d", ["a"], "local", {})
+    lease = runs.Lease("other", "elsewhere", 1, time.time() - late, "another", 1)
+    runs.update_run(store, "r", lambda run: replace(run, driver=lease))
+
+    class Elsewhere(clock.Clock):
+        def sleep(self, seconds):
+            super().sleep(seconds)
+            if is_alive and len(self.pauses) == 9:
+                renewed = replace(lease, expires=lease.expires + 10)
+                runs.update_run(store, "r", lambda run: replace(run, driver=renewed))
+
+    for is_alive in (True, False):
+        monkeypatch.setattr(held_lease, "time", passes := Elsewhere())
+        runs.update_run(store, "r", lambda run: replace(run, driver=lease))
+        if late == 100 and is_alive:
+            with pytest.raises(
+                StoreError, match="on elsewhere, whose clock and this machine's differ"
+            ) as caught:
+                HeldLease(store, "r").__enter__()
+            assert caught.value.kind == "input"
+        elif late < 0:
+            with pytest.raises(StoreError, match="is driven by process 1 on elsewhere"):
+                HeldLease(store, "r").__enter__()
+        else:
+            with HeldLease(store, "r") as held:
+                assert runs.read_run(store, "r").driver.holder == held.holder
+            assert (sum(passes.pauses) > 10) == (late == 100)
+
+
+def test_a_run_that_ends_while_it_is_cancelled_stays_as_it_ended(tmp_path, monkeypatch):
+    store = FolderStore(tmp_path)
+    runs.create_run(store, "r", "version: 1\n", "d", ["a"], "local", {})
+
+    class Quick:
+        def clear(self, *_, **__):
+            runs.update_run(store, "r", lambda run: replace(run, state="done"))
+
+    monkeypatch.setattr(backends, "of_run", lambda run: Quick())
+    assert driver.cancel(store, "r", "asked to", timeout_seconds=5).state == "done"

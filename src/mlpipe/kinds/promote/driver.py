@@ -13,20 +13,20 @@ from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue, registry, runs
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import Checkpoint
+from mlpipe.store.registry import Model
 
 _log = logging.getLogger(__name__)
 
 
 def run(store: Store, plan: Plan) -> dict[str, Any]:
-    """The outcome of the stage in run.json. A driver that died may have made the version and not said so:
-    then the next one makes no other. Raises what `promote` raises."""
+    """The outcome of the stage in run.json. A driver that died may have made the version and not said so, in
+    this attempt or one before: then the next one makes no other. Raises what `promote` raises."""
     promotion = plan.part(PromotePlan)
     assert promotion is not None
     if promotion.dry_run:
         step = _chosen(store, plan.run_id, promotion)[0].step
         return {"step": step, "message": "dry run: nothing was registered"}
-    began = runs.read_run(store, plan.run_id).stages[plan.stage].started or 0.0
-    made = registry.find_version(store, promotion.model_name, {"attempt": plan.attempt_key}, since=began)
+    made = _made(store, plan, promotion)
     if made is None:
         version, checkpoint = promote(store, plan.run_id, promotion, attempt=plan.attempt_key)
         step = checkpoint.step
@@ -36,6 +36,17 @@ def run(store: Store, plan: Plan) -> dict[str, Any]:
             registry.set_alias(store, promotion.model_name, promotion.alias, version)
     outcome = {"model": promotion.model_name, "version": version, "alias": promotion.alias, "step": step}
     return outcome | _told(store, plan, promotion, version)
+
+
+def _made(store: Store, plan: Plan, promotion: PromotePlan) -> Model | None:
+    """The version that this stage made of the same checkpoint."""
+    name, created = promotion.model_name, runs.read_run(store, plan.run_id).created
+    checkpoint = _chosen(store, plan.run_id, promotion)[0].key
+    for number in range(plan.attempt, 0, -1):
+        lineage = {"attempt": f"{plan.stage_key}/attempt-{number}", "checkpoint": checkpoint}
+        if (made := registry.find_version(store, name, lineage, since=created)) is not None:
+            return made
+    return None
 
 
 def _told(store: Store, plan: Plan, promotion: PromotePlan, version: int) -> dict[str, Any]:

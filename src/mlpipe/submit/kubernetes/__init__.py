@@ -93,8 +93,10 @@ class KubernetesBackend(Backend):
         return KubernetesExecutor(store, self.api)
 
     def clear(self, store: Store, run: RunState, *, timeout_seconds: float) -> None:
-        from mlpipe.submit.kubernetes.objects import clear
+        from mlpipe.submit.kubernetes.objects import clear, is_anothers
 
+        if is_anothers(self.api, run.run_id, store.url):
+            return
         running = [run.attempt_key(name) for name, stage in run.stages.items() if stage.state == "running"]
         clear(
             self.api,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.render import names
+from mlpipe.render.pod import escaped
 from mlpipe.submit.kubernetes.api import (
     NO_KUEUE,
     ApiError,
@@ -186,6 +187,17 @@ def selector(run_id: str, stage: str | None = None, attempt: int | None = None) 
 def driver_labels(run_id: str) -> dict[str, str]:
     """That select the drivers of a run, and nothing else of it."""
     return {**selector(run_id), "app.kubernetes.io/component": "driver"}
+
+
+def is_anothers(api: ClusterApi, run_id: str, store_url: str) -> bool:
+    """Whether a run of another store goes on in the namespace under the same id: all that there is under it
+    is then that run's."""
+    for job in api.list("Job", driver_labels(run_id)):
+        args = job["spec"]["template"]["spec"]["containers"][0].get("args", [])
+        theirs = args[args.index("--store") + 1] if "--store" in args[:-1] else store_url
+        if finished(job) is None and theirs not in (store_url, escaped(store_url)):
+            return True
+    return False
 
 
 def clear(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
+from mlpipe._core.serial import from_json
 from mlpipe.plan.offers import HOUR, IMAGE_BYTES, RETURN_SECONDS, Quote, reserve_seconds
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.model import Pipeline
@@ -259,10 +260,13 @@ class RentedHandle(ThreadedHandle):
 
 
 def traffic_usd_of(store: Store, attempt_key: str, rental: Rental) -> float:
-    """As the machine counted its bytes, its image besides; as reserved, where it said nothing."""
+    """As the machine counted its bytes, its image besides; as reserved, where it said nothing that can be:
+    its owner has its keys, and may write there what they like."""
     try:
-        beat = json.loads(store.get(f"{attempt_key}/{machine.BEAT}"))
+        beat = from_json(machine.Beat, store.get(f"{attempt_key}/{machine.BEAT}"))
     except (MlpipeError, ValueError):
         return rental.traffic_usd
-    down = (beat["received_bytes"] + IMAGE_BYTES) * rental.usd_per_byte_down
-    return float(down + beat["sent_bytes"] * rental.usd_per_byte_up)
+    if min(beat.received_bytes, beat.sent_bytes) < 0:
+        return rental.traffic_usd
+    down = (beat.received_bytes + IMAGE_BYTES) * rental.usd_per_byte_down
+    return down + beat.sent_bytes * rental.usd_per_byte_up

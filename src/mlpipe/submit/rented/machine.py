@@ -15,11 +15,13 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, MlpipeError
+from mlpipe._core.serial import to_json
 from mlpipe.plan.plan import Plan
 from mlpipe.store import outputs
 from mlpipe.store.base import LogWriter, Store
@@ -32,6 +34,15 @@ LOOK_SECONDS = 5.0
 _BEAT_SECONDS = 30.0
 _SECRET = ("CONTAINER_API_KEY", environment.RENTAL)  # of no use to a stage
 _NETWORK = Path("/proc/net/dev")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Of `BEAT`: bytes since the machine began, and whether its stage has ended."""
+
+    received_bytes: int
+    sent_bytes: int
+    ended: bool = False
 
 
 def main() -> int:
@@ -122,9 +133,9 @@ class _Machine:
     def _beat(self, ended: bool = False) -> None:
         """Says that this machine is there, and what it has received and sent."""
         received, sent = traffic(_NETWORK.read_text())
-        beat = {"received_bytes": received, "sent_bytes": sent, "ended": ended}
+        beat = Beat(received, sent, ended)
         try:
-            self._store.put(f"{self._plan.attempt_key}/{BEAT}", json.dumps(beat).encode())
+            self._store.put(f"{self._plan.attempt_key}/{BEAT}", to_json(beat).encode())
             self._beat_at = time.monotonic()
         except MlpipeError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
