@@ -41,6 +41,8 @@ class Serving:
 
 
 class _Server(ThreadingHTTPServer):
+    request_queue_size = 64
+
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
         self._open: list[socket.socket] = []
         super().__init__(address, handler)
