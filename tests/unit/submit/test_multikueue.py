@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from mlpipe.render.pod import PLAN_FOLDER
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import AttemptOutcome, write_outcome
 from mlpipe.submit.handle import outcome_keys
+from mlpipe.submit.kubernetes.api import DEADLINE_SECONDS, ApiError
 from mlpipe.submit.kubernetes.gang import Gang
 from mlpipe.submit.kubernetes.objects import clear, server_dry_run
 from mlpipe.submit.kubernetes.pending import why_pending
@@ -131,7 +133,25 @@ def test_worker_clusters_that_the_kubeconfig_knows_are_asked_for_what_the_pods_n
         )
         west.denied |= {"create jobsets", "get secrets", "get configmaps"}
         server_dry_run(api, objects)
-    server_dry_run(api, objects)  # it is away
+    for name in ("east", "south"):
+        document["clusters"].append({"name": name, "cluster": {"server": f"http://{name}.invalid"}})
+        document["contexts"].append({"name": name, "context": {"cluster": name, "user": "u"}})
+    path.write_text(json.dumps(document))
+    workers = {"clusters": ["west", "far", "east", "south"]}
+    server.put("multikueueconfigs", {"metadata": {"name": "workers"}, "spec": workers})
+    together, said = threading.Barrier(3, timeout=60), []
+
+    def away(there, _):
+        assert there.deadline_seconds < DEADLINE_SECONDS
+        together.wait()  # each while the others are asked
+        raise ApiError(f"{there.context} is away", status=0, kind="infrastructure")
+
+    monkeypatch.setattr("mlpipe.submit.kubernetes.objects.server_dry_run", away)
+    server_dry_run(api, objects, said.append)
+    assert said == [
+        f"MultiKueue's cluster {name} was not asked what it would refuse: {name} is away"
+        for name in ("west", "east", "south")
+    ]
 
 
 def workload(server, made, **status):

@@ -68,7 +68,8 @@ class KubernetesBackend(Backend):
 
         files = manifests.manifests(submission, console)
         if on_server:
-            objects.server_dry_run(self.api, [body for bodies in files.values() for body in bodies])
+            bodies = [body for some in files.values() for body in some]
+            objects.server_dry_run(self.api, bodies, console.note)
         return manifests.preview(files)
 
     def check(self, submission: Submission, console: Console, *, is_new: bool) -> None:

@@ -11,6 +11,7 @@ follows from what it is: the second POST meets the first's object as 409 (see `c
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -79,6 +80,7 @@ class ClusterApi:
         self.namespace = namespace
         self.context = context
         self.host: str = configuration.host
+        self.deadline_seconds = math.inf  # of a request, where nobody waits for DEADLINE_SECONDS
         self._configuration = configuration
         self._pool: urllib3.PoolManager = RESTClientObject(configuration).pool_manager
 
@@ -267,10 +269,10 @@ class ClusterApi:
         body: Object | None = None,
         query: Mapping[str, str] | None = None,
     ) -> Object:
-        """The answer to one request, repeated until DEADLINE_SECONDS while the server is away or busy.
+        """The answer to one request, repeated until its deadline while the server is away or busy.
         `what`: for the message, such as "read Job a". Raises ApiError."""
         url = f"{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
-        tries = Tries(DEADLINE_SECONDS, first_pause_seconds=FIRST_PAUSE_SECONDS)
+        tries = Tries(min(DEADLINE_SECONDS, self.deadline_seconds), first_pause_seconds=FIRST_PAUSE_SECONDS)
         while True:
             status, answer, retry_after = self._send(method, url, body)
             succeeded = 200 <= status < 300
@@ -296,7 +298,7 @@ class ClusterApi:
                 url,
                 body=json.dumps(body).encode() if body is not None else None,
                 headers=headers,
-                timeout=_REQUEST_SECONDS,
+                timeout=min(_REQUEST_SECONDS, self.deadline_seconds),
                 retries=False,
             )
         except (urllib3.exceptions.SSLError, urllib3.exceptions.LocationValueError, OSError) as error:

@@ -29,6 +29,7 @@ _OF_VOLUMES = {
 }
 _OF_ENV = {"configMap": ("ConfigMap", "name"), "secret": ("Secret", "name")}
 _ASK_SECONDS = 20.0  # who has not been told where a gang is asks again
+_WORKER_SECONDS = 10.0  # of a request to a worker cluster, before anything is sent there
 
 
 def is_sent(gang: Object) -> bool:
@@ -79,6 +80,7 @@ def known_workers(api: ClusterApi, queue: str) -> dict[str, ClusterApi]:
         for name in clusters_of(api, queue):
             with contextlib.suppress(SubmitError):  # no such context
                 found[name] = connect(name, api.namespace)
+                found[name].deadline_seconds = _WORKER_SECONDS
     return {name: one for name, one in found.items() if one.host != api.host}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -22,6 +23,7 @@ from mlpipe.submit.kubernetes.pending import remedy
 
 GANGS = ("TrainJob", "JobSet", "Job")  # who makes another stands before it
 _POLL_SECONDS = 1.0
+_WORKERS_SECONDS = 15.0  # for all worker clusters together to be asked: one may be slow to find, too
 
 
 def create_all(api: ClusterApi, objects: list[Object], made: list[Object] | None = None) -> None:
@@ -75,12 +77,14 @@ def check_queue(api: ClusterApi, objects: list[Object]) -> None:
         raise SubmitError(f"kubernetes.queue is {queues[0]}, and {message}", hint=hint, kind="input")
 
 
-def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
+def server_dry_run(
+    api: ClusterApi, objects: list[Object], note: Callable[[str], None] = lambda text: None
+) -> None:
     """A dry run on the server, of the objects and of the Jobs and pods that the cluster will make of them: it
     looks at those when it is too late to say so, and JobSet tells its log alone. Raises ApiError for what is
     refused, before anything is written down anywhere. None is that a name is taken (see `create_or_adopt`), a
     webhook that has no dry run, that who submits may not create pods, or that there is no room for a stage
-    yet."""
+    yet. `note` is told of clusters that were not reached."""
     check_queue(api, objects)
     may_create_pods, sent = True, []
     for body in objects:
@@ -107,33 +111,50 @@ def server_dry_run(api: ClusterApi, objects: list[Object]) -> None:
                     raise
 
     if sent:
-        _dry_run_there(api, sent)
+        _dry_run_there(api, sent, note)
 
 
-def _dry_run_there(api: ClusterApi, sent: list[Object]) -> None:
-    """Gangs of a queue that MultiKueue sends elsewhere, in each of those clusters that can be asked: any may
-    be chosen, and nobody here would see why pods there do not start."""
+def _dry_run_there(api: ClusterApi, sent: list[Object], note: Callable[[str], None]) -> None:
+    """Gangs of a queue that MultiKueue sends elsewhere, in each of those clusters that can be asked, all at
+    once: any may be chosen, and nobody here would see why pods there do not start."""
     pods = [one["spec"] for gang in sent for one in made_of(gang) if one["kind"] == "Pod"]
     queue = sent[0]["metadata"]["labels"][names.QUEUE]
-    for name, there in known_workers(api, queue).items():
+    workers = known_workers(api, queue)
+    answers: dict[str, SubmitError | None] = {}
+
+    def ask(name: str, there: ClusterApi) -> None:
         try:
             server_dry_run(there, sent)
+            if absent := lacking(there, pods, queue):
+                raise SubmitError(
+                    f"MultiKueue may send it to cluster {name}, which lacks {', '.join(absent)}",
+                    where=f"namespace {there.namespace}",
+                    hint="make them there, under the same names as here",
+                    kind="input",
+                )
+            answers[name] = None
         except ApiError as error:
-            # it may be back, or MultiKueue may do there what we may not: it has credentials of its own
-            if is_away(error) or error.status <= 0 or (error.status == 403 and " cannot " in error.message):
-                continue
             error.where = f"cluster {name}"
-            raise
+            answers[name] = error
         except SubmitError as error:
-            error.where = f"cluster {name}"
-            raise
-        if absent := lacking(there, pods, queue):
-            raise SubmitError(
-                f"MultiKueue may send it to cluster {name}, which lacks {', '.join(absent)}",
-                where=f"namespace {there.namespace}",
-                hint="make them there, under the same names as here",
-                kind="input",
-            )
+            error.where = error.where or f"cluster {name}"
+            answers[name] = error
+
+    threads = [threading.Thread(target=ask, args=one, daemon=True) for one in workers.items()]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _WORKERS_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    said, late = dict(answers), SubmitError(f"no answer within {_WORKERS_SECONDS:.0f} s")
+    for name in workers:
+        refusal = said.get(name, late)
+        if refusal is late or (isinstance(refusal, ApiError) and (is_away(refusal) or refusal.status <= 0)):
+            note(f"MultiKueue's cluster {name} was not asked what it would refuse: {refusal.message}")
+        elif isinstance(refusal, ApiError) and refusal.status == 403 and " cannot " in refusal.message:
+            continue  # MultiKueue may do there what we may not: it has credentials of its own
+        elif refusal is not None:
+            raise refusal
 
 
 def _stage(body: Object) -> str | None:
