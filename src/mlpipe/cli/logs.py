@@ -65,6 +65,10 @@ def command(
         status = request.status()
         session.result({**status, "logs": []}, f"no logs yet: {request.text(status)}")
         return 0
+    if (trial := sweeps.unbegun(store, run_id)) is not None:
+        document = {"run_id": run_id, "state": trial[0], "waits_for": trial[1], "logs": []}
+        session.result(document, f"no logs: {trial[1]}")
+        return 0
     run = runs.read_run(store, run_id)
     if sweeps.is_sweep(run):
         first = sweeps.trial_run_id(run_id, next(iter(run.stages)))

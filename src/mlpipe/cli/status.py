@@ -33,6 +33,9 @@ def command(session: CliSession, run_id: str) -> None:
         status = request.status()
         session.result(status, request.text(status))
         return
+    if (trial := sweeps.unbegun(store, run_id)) is not None:
+        session.result({"run_id": run_id, "state": trial[0], "waits_for": trial[1]}, trial[1])
+        return
     run = runs.read_run(store, run_id)
     if sweeps.is_sweep(run):
         from mlpipe.cli.sweep import say

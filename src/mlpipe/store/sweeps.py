@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlpipe.store.base import Store
-from mlpipe.store.runs import RunState, StageState, read_run
+from mlpipe.store.leases import undriven_since
+from mlpipe.store.runs import RUN_ENDED, RunState, StageState, StageStatus, read_run
 
 
 def is_sweep(run: RunState) -> bool:
@@ -39,6 +40,25 @@ def sweep_of_trial(store: Store, run_id: str) -> RunState | None:
         return None
     sweep = read_run(store, sweep_id)
     return sweep if is_sweep(sweep) and name in sweep.stages else None
+
+
+def unbegun(store: Store, run_id: str) -> tuple[StageStatus, str] | None:
+    """Of a trial that is no run (yet): where it stands in its sweep, and what it waits for, in words."""
+    if store.exists(f"runs/{run_id}/run.json") or (sweep := sweep_of_trial(store, run_id)) is None:
+        return None
+    name = run_id.removeprefix(f"{sweep.run_id}-")
+    trial, called = sweep.stages[name], f"trial {name} of sweep {sweep.run_id}"
+    if trial.state not in ("pending", "running"):
+        return trial.state, f"{called} never began: {trial.message or trial.state}"
+    if sweep.state in RUN_ENDED or undriven_since(sweep) is not None:
+        on = f"mlpipe sweep --resume {sweep.run_id}"
+        return "pending", f"{called} has not begun, and nobody drives the sweep; go on with {on}"
+    if trial.message:
+        return "pending", f"{called} has not begun: {trial.message}"
+    others = [one for one, other in sweep.stages.items() if other.state == "running" and one != name]
+    if trial.state == "running" or not others:
+        return "pending", f"{called} is about to begin"
+    return "pending", f"{called} has not begun: it waits for one of those that run ({', '.join(others)})"
 
 
 def values_of(sweep: RunState, trial: str) -> Mapping[str, Any]:

@@ -28,6 +28,7 @@ from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.api import stopping
 from mlpipe.cli import sweep as verb
 from mlpipe.cli import sweep_follow
+from mlpipe.cli.app import run_app
 from mlpipe.cli.session import CliSession
 from mlpipe.cli.sweep import exit_code
 from mlpipe.observe import sweep_table
@@ -435,18 +436,32 @@ def test_trials_that_their_place_starts_get_drivers_once_they_have_begun(store, 
 
 
 @pytest.mark.parametrize("with_batch", [True, False])
-def test_a_trial_that_waits_is_cancelled_alone(store, tmp_path, monkeypatch, with_batch):
+def test_a_trial_that_waits_says_for_what_and_is_cancelled_alone(
+    store, tmp_path, monkeypatch, capsys, with_batch
+):
     """By its controller, then, without one, in its place; a resume of the sweep begins neither."""
+    monkeypatch.setenv("MLPIPE_STORE", store.url)
+
+    def said(verb: str, run_id: str) -> str:
+        with pytest.raises(SystemExit, match="0"):
+            run_app([verb, run_id])
+        return capsys.readouterr().out.strip()
+
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..3"}, max_parallel=1)
     there = Given(monkeypatch, ["001", "002", "003"]) if with_batch else None
     stop, ended = StopRequest(), list[RunState | None]()
     thread = threading.Thread(target=lambda: ended.append(drive(store, stop=stop)))
     thread.start()
     until(lambda: Simulated.started["s-000"], "the first trial")
+    why = "it is new" if with_batch else "it waits for one of those that run (000)"
+    until(lambda: said("status", "s-001") == f"trial 001 of sweep s has not begun: {why}", "the words")
+    assert said("logs", "s-001") == f"no logs: trial 001 of sweep s has not begun: {why}"
     assert stopping.stop_run(store, "s-002", Quiet(), timeout_seconds=300).state == "cancelled"
     assert states(store) == {"000": "running", "001": "pending", "002": "cancelled", "003": "pending"}
     stop.request("interrupted", "stopped by SIGINT")
     thread.join(300)
+    with pytest.raises(StoreError, match="has not begun, and nobody drives the sweep"):
+        runs.read_run(store, "s-001")
     if there is not None:
         there.cancelled.clear()
     run = stopping.stop_run(store, "s-003", Quiet(), timeout_seconds=300)
