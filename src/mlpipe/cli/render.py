@@ -70,7 +70,7 @@ def command(
     )
     rendered = backends.load(target)({}).render(submission, session)
     if out is None:
-        session.result(rendered.preview.document, rendered.preview.text)
+        session.result(rendered.preview.document, rendered.preview.text, as_it_is=True)
         return 0
     files = {out / name if name else out: text for name, text in rendered.files.items()}
     stale = [path for path in _ours(out, rendered.head) if path not in files] if stage is None else []

@@ -56,4 +56,4 @@ def command(
         except OSError as error:
             raise SubmitError(f"cannot be written: {error.strerror}", where=str(out), kind="input") from None
     document = {"run_id": run_id, "spec_digest": pipeline.digest, "pipeline": text}
-    session.result(document, text.rstrip("\n") if out is None else str(out))
+    session.result(document, text.rstrip("\n") if out is None else str(out), as_it_is=out is None)

@@ -122,7 +122,7 @@ def command(
         )
     if dry_run is not None:
         preview = backend.preview(submission, session, on_server=dry_run == "server")
-        session.result(preview.document, preview.text)
+        session.result(preview.document, preview.text, as_it_is=True)
         return 0
     store = session.open_store(pipeline.store)
     if isinstance(backend, Delegate):

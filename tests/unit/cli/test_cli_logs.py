@@ -16,6 +16,7 @@ from kit.command_runs import Cli
 
 from mlpipe.api.watch import Lines
 from mlpipe.cli.app import run_app
+from mlpipe.cli.session import CliSession
 from mlpipe.observe.logs import Reader
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
@@ -207,3 +208,12 @@ def test_no_verb_has_a_terminal_obey_what_stands_in_a_store(made, monkeypatch, c
     assert on_terminal == "50 %\r100 % \x1b[32mok \\x1b]0;mine\\x07\ufffd\n".encode()
     Lines(quiet=False).complain(said)
     assert capsysbinary.readouterr().err == b"a\\x1b]0;mine\\x07\n"
+
+
+def test_a_document_goes_into_a_file_as_it_is_and_no_terminal_obeys_it(monkeypatch, capsysbinary):
+    text, session = "a: \rb \u202e \x1b[31mred\x1b[2J", CliSession()
+    session.result({}, text, as_it_is=True)
+    assert capsysbinary.readouterr().out == f"{text}\n".encode()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    session.result({}, text, as_it_is=True)
+    assert capsysbinary.readouterr().out == b"a: \\rb \\u202e \x1b[31mred\\x1b[2J\n"
