@@ -240,9 +240,13 @@ class _Step:
         return f"""\
   srun --overlap {self.every_node} --mem=0 --gres=none sh -c \\
     'at=$0-{number} n=60  # in /tmp another user might have made it, with a pid of our own
-    ours() {{ [ -s "$at/pid" ] && [ -O "$at" ] && [ ! -L "$at" ]; }}
+    # file systems that map owners show another one, and the process says whose it is
+    job() {{ tr "\\0" "\\n" <"/proc/$1/environ" | grep -qx "SLURM_JOB_ID=$SLURM_JOB_ID"; }}
+    ours() {{
+      pid=$(cat "$at/pid") && [ "$pid" ] && [ ! -L "$at" ] && {{ [ -O "$at" ] || job "$pid"; }}
+    }} 2>/dev/null
     until ours || [ $((n -= 1)) = 0 ]; do sleep 1; done
-    ours && kill -TERM "$(cat "$at/pid")"' "$scratch"\n"""
+    ours && kill -TERM "$pid"' "$scratch"\n"""
 
     def start(self, command: str, together: int) -> str:
         """But for its standard input."""

@@ -478,7 +478,8 @@ def test_a_scratch_folder_that_is_not_the_jobs_own_is_neither_taken_nor_cleared(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a folder another user's")
 def test_whoever_makes_the_scratch_folder_first_has_nobody_killed(tmp_path: Path, commands: Path) -> None:
-    """The pid that a job tells to save is read in a folder of its own user alone, and no link."""
+    """The pid that a job tells to save is read in a folder of its own user, which is no link, or is of the
+    job itself."""
     spec = pipeline_of("llm", f"slurm.scratch={tmp_path}")
     text = script(plan_of(spec, "train"), slurm_job(spec, "train"), "o")
     assert "-0/pid" not in text
@@ -503,6 +504,11 @@ def test_whoever_makes_the_scratch_folder_first_has_nobody_killed(tmp_path: Path
         assert told() is None
         folder.unlink()
         kept.rename(folder)
+        assert told() == -signal.SIGTERM
+    os.chown(folder, 65534, -1)  # as a file system shows it that maps owners: the process is the job's own
+    env = {**os.environ, "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["sh", "-c", "read _"], stdin=subprocess.PIPE, env=env) as victim:
+        (folder / "pid").write_text(str(victim.pid))
         assert told() == -signal.SIGTERM
 
 
