@@ -23,6 +23,7 @@ from mlpipe.submit.executor import StopRequest
 LEASE_SECONDS = 600.0  # enough for a new agent to be scheduled, pulled and started
 _RENEW_SECONDS = 30.0
 _LOOK_SECONDS = 10.0
+_SILENT_SECONDS = 2 * _RENEW_SECONDS  # by the driver's own clock, which may have jumped past the other one's
 
 
 class Following:
@@ -51,23 +52,28 @@ class Following:
 
 
 def cancel_orphans(store: Store, run_id: str, stop: StopRequest) -> Callable[[], None]:
-    """For a driver to call as often as it likes: stops the walk once the follower's lease has expired."""
-    looked = time.monotonic()
+    """For a driver to call as often as it likes: stops the walk once the follower's lease has expired
+    and is not renewed."""
+    looked = since = time.monotonic()
+    seen = b""
 
     def look() -> None:
-        nonlocal looked
+        nonlocal looked, since, seen
         if stop.kind is not None or time.monotonic() - looked < _LOOK_SECONDS:
             return
         looked = time.monotonic()
         try:
             if not store.exists(_key(run_id)):
                 return
-            late = time.time() - float(read_json(store.get(_key(run_id)))["expires"])
-            if late > 0:
+            lease = store.get(_key(run_id))
+            if lease != seen:
+                seen, since = lease, looked
+            gone = time.time() > float(read_json(lease)["expires"]) and looked - since >= _SILENT_SECONDS
+            if gone:
                 store.delete([_key(run_id)])  # a resume begins without it
         except (StoreError, ValueError, KeyError, TypeError):
             return  # a store that is away for a while stops no training
-        if late > 0:
+        if gone:
             stop.request("cancelled", "whoever followed it is gone, and on_orphan is cancel")
 
     return look
