@@ -4,8 +4,10 @@ must pass are far below what a busy one reaches."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kit import plans
+from kit.command_runs import until
 from kit.nvml import UUID, FakeNvml
 from kit.servers import free_port
 from kit.warm import Popen, of_plan
@@ -192,6 +195,30 @@ def test_a_machine_that_dies_in_its_checks_is_not_waited_for(monkeypatch):
         for index in range(3):
             assert ends[index].result(600) == ({0: 0, 1: 1, 2: 2}, lost)
         assert ends[3].result(600) is None
+
+
+def test_a_machine_is_heard_of_while_something_holds_pythons_lock_and_not_while_it_is_stopped(monkeypatch):
+    """As CUDA may as it starts. In the second part another process's states are told."""
+    monkeypatch.setattr(gang_module, "_BEAT_SECONDS", 0.01)
+    port = free_port()
+    store = torch.distributed.TCPStore("localhost", port, 2, is_master=True, wait_for_workers=False)
+    hold = ctypes.PyDLL(None).usleep
+
+    def heard():
+        before = store.add("beat/1", 0)
+        hold(300_000)
+        return store.add("beat/1", 0) - before > 2
+
+    pid = gang_module.beat(f"localhost:{port}", 1, 2)
+    try:
+        until(heard, "beats")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    states = iter("TStX")
+    monkeypatch.setattr(gang_module, "state_of", lambda _: next(states))
+    os.waitpid(gang_module.beat(f"localhost:{port}", 0, 2), 0)
+    assert store.add("beat/0", 0) == 2
 
 
 def test_what_the_first_machine_tells_of_itself_is_heard_before_its_server_goes(monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from mlpipe._core.errors import EXIT_CODES, TrainError
 from mlpipe.train.preflight.machine import watched
 from mlpipe.train.preflight.verdict import LINK, Report
+from mlpipe.train.stop import die_with_parent, state_of
 
 COME_SECONDS = 600.0  # images are pulled at different speeds; as torchrun's own rendezvous
 CHECK_SECONDS = 60.0
@@ -45,6 +47,7 @@ class Gang:
     def __init__(self, endpoint: str, index: int, size: int, node: str) -> None:
         host, _, port = endpoint.rpartition(":")
         self.index, self.size = index, size
+        self._beats = beat(endpoint, index, size)  # before there is a server, which a fork would share
         patience = timedelta(seconds=COME_SECONDS)
         self._store = dist.TCPStore(
             host, int(port), size, is_master=index == 0, timeout=patience, wait_for_workers=False
@@ -53,10 +56,6 @@ class Gang:
         self.lost: dict[int, str] = {}
         self._heard: dict[int, tuple[int, int]] = {}  # beats of each, and looks since that found no more
         self._looked, self._num_lost = 0.0, 0
-        self._has_left = threading.Event()
-        # a connection of its own: on the other one a wait of gloo's would keep the beats waiting
-        beats = dist.TCPStore(host, int(port), size, timeout=patience, wait_for_workers=False)
-        threading.Thread(target=self._beat, args=(beats,), daemon=True).start()
         missing = self._wait("here", COME_SECONDS)
         if missing:
             raise TrainError(
@@ -76,17 +75,13 @@ class Gang:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._has_left.set()
+        os.kill(self._beats, signal.SIGKILL)
+        os.waitpid(self._beats, 0)
         if error is not None and not isinstance(error, RuntimeError):  # of these the others are the cause
             with suppress(RuntimeError):
                 self._lose(self.index, f"failed in its checks: {error}")
                 if self.index == 0 and isinstance(error, Exception):  # what it told goes with its server
                     self._wait("over", _GONE_SECONDS, [self.index])
-
-    def _beat(self, store: dist.Store) -> None:
-        with suppress(RuntimeError):  # the first machine has left
-            while not self._has_left.wait(_BEAT_SECONDS):
-                store.add(f"beat/{self.index}", 1)
 
     def _lose(self, index: int, words: str) -> None:
         """Whoever says it first is believed."""
@@ -270,6 +265,27 @@ class Gang:
             except (RuntimeError, OSError):
                 return
             time.sleep(_LOOK_SECONDS)
+
+
+def beat(endpoint: str, index: int, size: int) -> int:
+    """Tells the others that machine `index` is there, while this process is and is not stopped. The pid of
+    what does so: a process of its own, since CUDA as it starts may hold Python's lock for longer than the
+    others wait."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        die_with_parent(parent)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        host, _, port = endpoint.rpartition(":")
+        patience = timedelta(seconds=COME_SECONDS)
+        store = dist.TCPStore(host, int(port), size, timeout=patience, wait_for_workers=False)
+        while True:
+            time.sleep(_BEAT_SECONDS)
+            if state_of(parent) not in ("T", "t"):
+                store.add(f"beat/{index}", 1)
+    finally:
+        os._exit(0)  # the first machine has left
 
 
 def rounds(index: int, size: int) -> Iterator[int]:
