@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,8 +24,10 @@ from mlpipe.store import catalogue, replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.loop import Loop
+from mlpipe.train.replicas import elastic_loop
 from mlpipe.train.replicas.elastic_loop import ElasticLoop
 from mlpipe.train.replicas.exchange import MembershipChanged
+from mlpipe.train.resuming import Position
 from mlpipe.train.schedules import LossSum
 from mlpipe.train.slow_nodes import SLOW_FILE
 
@@ -302,3 +305,17 @@ def test_who_is_lost_in_the_last_step_takes_no_checkpoint_with_it(lost, is_saved
     loop.finish_saving()
     again = lost != "nobody" and not is_saved
     assert said == ["waits for it"] + (["saves", "waits for it"] if again else [])
+
+
+def test_islands_that_come_and_go_all_the_time_are_given_up(monkeypatch):
+    def changes(*_):
+        raise MembershipChanged
+
+    monkeypatch.setattr(elastic_loop, "_TOGETHER_SECONDS", 0.0)
+    loop = object.__new__(ElasticLoop)
+    loop.session, loop.position = SimpleNamespace(num_replicas=2), Position(step=4)
+    loop.recording = SimpleNamespace(of_replicas={"membership_seconds": None})
+    loop.replicas = SimpleNamespace(void=False, waiting=nullcontext, together=changes, agreed=lambda met: met)
+    with pytest.raises(TrainError, match="did not agree within 0 s") as given_up:
+        loop.together(list)
+    assert (given_up.value.kind, given_up.value.where) == ("infrastructure", "step 5")

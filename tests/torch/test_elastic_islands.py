@@ -66,7 +66,13 @@ class Island:
         self.number, self.at, self.told_to_stop = number, at, False
         self.parameter = torch.nn.Parameter(torch.zeros(64))
         self.shard = LocalShard("model.a", self.parameter.detach(), (64,), (0,), 0, 1, self.parameter)
-        plan: Any = SimpleNamespace(optimizer=SGD, compress=None, steps=STEPS, global_batch=BATCH)
+        plan: Any = SimpleNamespace(
+            optimizer=SGD,
+            compress=None,
+            steps=STEPS,
+            global_batch=BATCH,
+            checkpoint=SimpleNamespace(every_steps=9),
+        )
         nothing = lambda *_, **__: None  # noqa: E731
         world = SimpleNamespace(rank=0, size=1, data_rank=0, num_data_ranks=1, num_gradient_ranks=1)
         session: Any = SimpleNamespace(
@@ -100,6 +106,7 @@ class Island:
         )
         self.loop.parameter, self.loop.at, self.loop.taken = self.parameter, at, []
         self.loop.owes: list[bool] = []
+        self.saves: list[int] = []  # of rounds that it only ended
         together = self.replicas.together
 
         def agree(step: int, *given: Any) -> Any:
@@ -117,7 +124,8 @@ class Island:
             self.begun_at = self.loop.position.step
             stopping = False
             while self.loop.position.step < STEPS and not stopping:
-                stopping, _ = self.loop.step()
+                stopping, save = self.loop.step()
+                self.saves += [self.loop.position.step] if save else []
         except Dies:
             self.replicas.member._socket.close()
 
@@ -227,6 +235,7 @@ def test_who_dies_or_comes_in_the_middle_of_a_round_costs_the_others_nothing(com
     ]
     assert [started[number].begun_at for number in (2, 3)] == [7, 8]
     assert started[3].loop.taken == [(10, 1, 2)]
+    assert (started[3].saves, started[0].saves) == ([9], [])
     assert started[3].loop.position.samples == 10 * BATCH
     assert not started[3].loop.released, "it left with the step, nobody being lost"
     assert started[0].loop.owes[7] == (compress is not None)

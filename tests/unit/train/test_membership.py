@@ -183,6 +183,24 @@ def test_who_missed_the_commit_hears_it_on_asking_again():
     assert replies(membership)[2, 0] == {"commit": True, "void": True, "leaving": []}
 
 
+def test_who_missed_the_commit_hears_it_though_the_others_have_gone_on():
+    """Else it would take the step again, for whom another rank of its replica waits that has heard."""
+    membership = formed()
+    for number in range(3):
+        vote(membership, number)
+    membership.disconnect(2, 0, "silent")
+    for number in (0, 1):
+        membership.receive(number, 0, {"ask": "join", "step": 1})
+    for number in (0, 1):
+        vote(membership, number, quorum=2, step=2)
+    membership.take_replies()
+    membership.connect(2, 0, "a")
+    vote(membership, 2, step=2)  # which was never
+    assert replies(membership)[2, 0] == {"void": True}
+    vote(membership, 2)
+    assert replies(membership)[2, 0] == {"commit": True, "void": True, "leaving": []}
+
+
 def test_one_that_leaves_and_one_that_comes_change_the_quorum_after_a_committed_step():
     membership = formed()
     membership.connect(3, 0, "a")

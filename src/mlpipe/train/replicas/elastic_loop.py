@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mlpipe.train.validation import Validation
 
 T = TypeVar("T")
+_TOGETHER_SECONDS = 900.0  # for islands to agree, however often one of them comes or goes meanwhile
 
 
 class Healed(Exception):  # no error: in the midst of a step
@@ -95,8 +96,10 @@ class ElasticLoop(Loop):
             return stopping, save
 
     def together(self, mean: Callable[[], T]) -> T:
-        """Over the islands that are there, in the midst of a step, until all have it. Raises Healed."""
+        """Over the islands that are there, in the midst of a step, until all have it. Raises Healed, and
+        TrainError (infrastructure) where they come and go all the time."""
         of_replicas, began = self.recording.of_replicas, time.perf_counter()
+        deadline = began + _TOGETHER_SECONDS
         while True:
             if self.replicas.void:
                 try:
@@ -119,6 +122,13 @@ class ElasticLoop(Loop):
                 self.replicas.void = not self.replicas.agreed(not self.replicas.void)
                 return found
             self.replicas.void = True
+            if time.perf_counter() > deadline:
+                raise TrainError(
+                    f"the islands did not agree within {_TOGETHER_SECONDS:.0f} s: each time one came or went",
+                    where=f"step {self.position.step + 1}",
+                    hint="events.jsonl of the attempt says who, and why",
+                    kind="infrastructure",
+                )
 
     def end_of_round(self) -> tuple[bool, bool]:
         """Of who was healed when the others had begun with it."""
@@ -128,7 +138,8 @@ class ElasticLoop(Loop):
         self.model.waits.take()  # of no step that is recorded here
         self.position.step += 1
         self.position.samples += self.plan.global_batch
-        return self.replicas.leaves, False
+        world = self.session.world
+        return self.replicas.leaves, self.any_rank(world.rank == 0 and self.is_save_due(self.position.step))
 
     def rejoin(self) -> bool:
         """Those who are there now; what was read for the share before is of no use. Returns whether this

@@ -61,6 +61,8 @@ class Membership:
         self.quorum: Quorum | None = None
         self.quorums: list[Quorum] = []
         self.committed: tuple[int, float] | None = None  # number of the quorum, step
+        # the last of each quorum, who left after it: the others may have gone on when one asks for its vote
+        self._commits: dict[int, tuple[float, list[int]]] = {}
         self.inherited = False  # the ranks were in a quorum of another coordinator
         self._number = 0  # of the quorum made last
         self.left: list[int] = []  # who left after the step that was committed last
@@ -90,7 +92,7 @@ class Membership:
         self.expected = max(self.fewest, size)
         self.reason = "another coordinator took over"
         if committed is not None and (self.committed is None or tuple(committed) > self.committed):
-            self.committed, self.left = (committed[0], committed[1]), left
+            self._count(committed[0], committed[1], left)
         for who, asked in list(self._asked.items()):
             if asked["ask"] == "vote":
                 self.receive(*who, asked)
@@ -120,9 +122,10 @@ class Membership:
                 self._void_for(replica)
             self._form()
             self._release(replica)
-        elif what == "vote" and self.committed == (message["quorum"], done(message)):
+        elif what == "vote" and self._commits.get(message["quorum"], (None,))[0] == done(message):
             void = current is None or current.number != message["quorum"]
-            self._reply(who, {"commit": True, "void": void, "leaving": self.left})  # it had missed that
+            left = self._commits[message["quorum"]][1]
+            self._reply(who, {"commit": True, "void": void, "leaving": left})  # it had missed that
         elif what == "vote" and self.inherited and not self.quorums and not self._is_whole(replica):
             pass  # another rank of this replica may have heard that it counts
         elif current is None or message["quorum"] != current.number:
@@ -174,7 +177,7 @@ class Membership:
         newcomers = [replica for replica in self._joined() if replica not in members]
         grows = ends and bool(newcomers) and len(staying) < self.most
         if commit:
-            self.committed, self.left = (self.quorum.number, done(message)), leaving
+            self._count(self.quorum.number, done(message), leaving)
         void = not commit or grows or bool(leaving)
         for who in asked:
             self._reply(who, {"commit": commit, "void": void, "leaving": leaving})
@@ -183,6 +186,11 @@ class Membership:
             self._last = tuple(staying)
             why = f"replica {names} leaves" if leaving else f"replica {names} comes"
             self._void(why if commit else "a sum over the replicas failed")
+
+    def _count(self, quorum: int, step: float, leaving: list[int]) -> None:
+        """A step does, after which some leave."""
+        self.committed, self.left = (quorum, step), leaving
+        self._commits[quorum] = step, leaving
 
     def _void_for(self, replica: int) -> None:
         """One of the quorum cannot go on with the step."""
