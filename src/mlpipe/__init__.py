@@ -6,6 +6,17 @@ imported when it is first used, so that `import mlpipe` costs nothing.
 
 from __future__ import annotations
 
+import sys
+
+# The command imports this first, and Ctrl-C ends it without a traceback from here on: `cli/app.py` has the
+# handler of what has begun. Of `signal`, which would have to be imported, the part that Python begins with.
+if "".join(sys.argv[:1]).endswith("/mlpipe"):
+    import _signal
+    import os
+
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # else it is ignored
+        _signal.signal(_signal.SIGINT, lambda *_: os._exit(130))
+
 from importlib import import_module
 from types import ModuleType
 from typing import Any

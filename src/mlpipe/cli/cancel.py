@@ -27,9 +27,11 @@ def _seconds(_: click.Context, __: click.Parameter, value: str) -> float:
 def command(session: CliSession, run_id: str, timeout: float, ignore_not_found: bool) -> None:
     """Stop a run; what it learnt is saved first.
 
-    Returns when the run has stopped, 4 if it has not within --timeout. A run whose driver died is marked as
-    cancelled, after what the driver left running was ended. Of a run that is a Jenkins build, the build is
-    aborted first. A run that was claimed and never begun (its client died) is cleared away.
+    Returns when the run has stopped, 4 if it has not within --timeout. A training that has done no step since
+    it began has nothing to save, and ends at once. Else the step under way and a save have 10 minutes, of
+    large models more, an hour at most; what has not ended by then is killed. A run whose driver died is
+    marked as cancelled, after what the driver left running was ended. Of a run that is a Jenkins build, the
+    build is aborted first. A run that was claimed and never begun (its client died) is cleared away.
     """
     from mlpipe.api.stopping import stop_run
     from mlpipe.store import sweeps

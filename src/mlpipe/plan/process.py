@@ -4,13 +4,14 @@ the plan reads, and says what went wrong in one line and by its exit code."""
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from mlpipe._core.errors import EXIT_CODES, MlpipeError
+from mlpipe._core.errors import EXIT_CODES, Interrupt, MlpipeError
 from mlpipe.plan.plan import Plan
-from mlpipe.store import outputs
+from mlpipe.store import outputs, runs
 from mlpipe.store.base import Store
 
 
@@ -36,7 +37,30 @@ def main_of_stage(
         return EXIT_CODES[error.kind]
 
 
-def fetch_inputs(store: Store, plan: Plan) -> None:
-    """To where the plan says that they lie."""
-    for key in plan.inputs:
-        outputs.fetch_output(store, key, outputs.cache_folder() / "outputs")
+def fetch_inputs(store: Store, plan: Plan, stop: Callable[[], None]) -> bool:
+    """To where the plan says that they lie. False, after `stop`, where the run is cancelled: SIGTERM breaks
+    it off. What came before anybody here listened the store tells: process 1 of a pod does not hear it, and
+    whoever sent it would wait in vain. In the main thread."""
+
+    fetching = True
+
+    def stopped(*_: object) -> None:
+        nonlocal fetching
+        stop()
+        if fetching:
+            fetching = False
+            raise Interrupt
+
+    former = signal.signal(signal.SIGTERM, stopped)
+    try:
+        if runs.cancel_requested(store, plan.run_id) is not None:
+            stop()
+            return False
+        for key in plan.inputs:
+            outputs.fetch_output(store, key, outputs.cache_folder() / "outputs")
+        fetching = False
+        return True
+    except Interrupt:
+        return False
+    finally:
+        signal.signal(signal.SIGTERM, former)

@@ -38,12 +38,22 @@ def _run(plan: Plan, _: Path, scratch: Path) -> int:
     stop = _StopSignal()
     signal.signal(signal.SIGTERM, stop.on_signal)
     store = open_store(plan.store_url)
-    node, nodes = GangNode.from_environment(), plan.launch.num_nodes
+    node = GangNode.from_environment()
     key = f"{plan.attempt_key}/{node.name('outcome', '.json')}"
     store.delete([key])  # of this node's pod before a restart of the gang
-    fetch_inputs(store, plan)
+    ended = _work(store, plan, scratch, node, stop)
+    code = _exit_code(ended)
+    _store_outcome(store, key, ended, code, node.gang_restart)
+    if ended.message:
+        print(f"{ended.state}: {ended.message}", file=sys.stderr, flush=True)  # noqa: T201
+    return code
+
+
+def _work(store: Store, plan: Plan, scratch: Path, node: GangNode, stop: _StopSignal) -> Ended:
+    if not fetch_inputs(store, plan, lambda: stop.on_signal(signal.SIGTERM, None)):
+        return Ended("cancelled", "stopped before it began")
     executor = ProcessExecutor(store, driver=f"{socket.gethostname()}-{os.getpid()}", folder=os.getcwd())
-    if nodes == 1:
+    if (nodes := plan.launch.num_nodes) == 1:
         handle: ThreadedHandle = executor.start(plan, scratch)
     else:
         env = variables(node.index, nodes, node.rendezvous)
@@ -51,11 +61,7 @@ def _run(plan: Plan, _: Path, scratch: Path) -> int:
     ended = _follow(handle, scratch / "output.log", stop, plan.launch.shutdown_seconds)
     if nodes > 1 and node.index == 0 and ended.state == "done":
         ended = _together(store, plan, node, stop, scratch / "output")
-    code = _exit_code(ended)
-    _store_outcome(store, key, ended, code, node.gang_restart)
-    if ended.message:
-        print(f"{ended.state}: {ended.message}", file=sys.stderr, flush=True)  # noqa: T201
-    return code
+    return ended
 
 
 def _together(store: Store, plan: Plan, node: GangNode, stop: _StopSignal, folder: Path) -> Ended:

@@ -25,7 +25,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import main_of_stage
 from mlpipe.store import replicas
 from mlpipe.store.open import open_store
-from mlpipe.store.runs import append_event
+from mlpipe.store.runs import append_event, cancel_requested
 from mlpipe.train.replicas.coordinator import ALONE_SECONDS, LONELY_SECONDS, Coordinator
 from mlpipe.train.replicas.membership import Membership
 from mlpipe.train.replicas.telling import best, tell_quorums
@@ -50,7 +50,7 @@ class Coordinating:
     def __init__(self, plan: Plan) -> None:
         assert plan.launch.replicas is not None
         limits = plan.launch.replicas
-        self.key, self.store = plan.attempt_key, open_store(plan.store_url)
+        self.run_id, self.key, self.store = plan.run_id, plan.attempt_key, open_store(plan.store_url)
         expected = replicas.wanted(self.store, self.key) or limits.most
         self.membership = Membership(plan.launch.nproc_per_node, limits.fewest, limits.most, expected)
         self.renewed = float("-inf")
@@ -75,9 +75,13 @@ class Coordinating:
             return SAVED_CODE
         if not self.store.read_log(f"{self.key}/events.jsonl")[0]:
             append_event(self.store, self.key, Launched())
-        told = 0
+        # process 1 of a pod hears no signal before it listens; replicas that go on find us in this time
+        unwanted = cancel_requested(self.store, self.run_id) is not None
+        told, until = 0, time.monotonic() + ALONE_SECONDS
         while True:
             time.sleep(_LOOK_SECONDS)
+            if unwanted and not self.coordinator.num_connected and time.monotonic() > until:
+                return SAVED_CODE
             if self.coordinator.is_hung():
                 _begin_anew("its thread hangs")
             try:

@@ -87,6 +87,7 @@ class Launcher:
         self.num_signals = 0
         self.stop_deadline = float("inf")
         self.kill_deadline = float("inf")
+        self.fatal_since = float("inf")  # a rank has said that it is over
 
     def run(self) -> int:
         self.scratch.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,8 @@ class Launcher:
             from mlpipe.store.preflight import slow_key
 
             self.store.delete([slow_key(self.plan.attempt_key, self.node.replica)])
-        fetch_inputs(self.store, self.plan)
+        if not fetch_inputs(self.store, self.plan, lambda: self._on_signal(signal.SIGTERM, None)):
+            return self._end_before_ranks(_cancelled("stopped before its ranks began"))
         check_room(self.plan.work.training.shared_memory_bytes)
         self._event(Launched())
         if self.plan.launch.preflight is not None and (failed := self._preflight()) is not None:
@@ -224,8 +226,9 @@ class Launcher:
         try:
             self._event(LaunchEnded(outcome=ended.outcome, message=ended.message))
             self._store_outcome(ended, 0, exit_code)
-            log = (self.scratch / LOG).read_bytes()
-            self.store.put(f"{self.plan.attempt_key}/postmortem/{self.node.name('preflight', '.log')}", log)
+            if (log := self.scratch / LOG).exists():
+                name = self.node.name("preflight", ".log")
+                self.store.put(f"{self.plan.attempt_key}/postmortem/{name}", log.read_bytes())
         except StoreError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
             return exit_code
@@ -319,13 +322,17 @@ class Launcher:
             self.num_signals, self.kill_deadline = 1, float("inf")
         if time.monotonic() >= min(self.stop_deadline, self.kill_deadline):
             _end(process, grace_seconds=0 if self.num_signals > 1 else _KILL_GRACE_SECONDS)
-        elif self.num_signals and self.plan.launch.num_nodes > 1 and not any_alive(self.scratch):
-            # nothing here to save; torchrun may be waiting for peers that are gone
+        elif self.num_signals and not any_alive(self.scratch) and not self._is_leaving():
+            # nothing here to save; torchrun may be waiting for peers that are gone, or start ranks anew
             _end(process, grace_seconds=_KILL_GRACE_SECONDS)
-        elif fatal := outcome.fatal_files(self.scratch):
-            age = time.time() - fatal[0].stat().st_mtime
-            if age > _FATAL_GRACE_SECONDS or not any_alive(self.scratch):
+        elif outcome.fatal_files(self.scratch):
+            self.fatal_since = min(self.fatal_since, time.monotonic())
+            if time.monotonic() - self.fatal_since > _FATAL_GRACE_SECONDS or not any_alive(self.scratch):
                 _end(process, grace_seconds=_KILL_GRACE_SECONDS)
+
+    def _is_leaving(self) -> bool:
+        """Ranks have said how their work ended; what other packages do at a process's end takes a while."""
+        return self.plan.launch.num_nodes == 1 and any(self.scratch.glob("outcome-*.json"))
 
     def _name_stopped(self) -> None:
         """The watchdog of a stopped rank is stopped, too: the launcher has its word, as soon as another rank
@@ -371,7 +378,7 @@ class Launcher:
         if self.num_signals:
             how = "at once" if self.num_signals > 1 else "before a checkpoint could be saved"
             why = "".join(f": {worker.message}" for worker in ended[:1])
-            return Outcome("failed", kind="cancelled", message=f"stopped {how}{why}", time=time.time())
+            return _cancelled(f"stopped {how}{why}")
         if returncode < 0:  # not of the worker's doing: it has no report either
             how = signal.Signals(-returncode).name
             return Outcome(
@@ -444,6 +451,10 @@ def _end(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:
             pass
     process.kill()
     process.wait(_KILL_GRACE_SECONDS)
+
+
+def _cancelled(words: str) -> Outcome:
+    return Outcome("failed", kind="cancelled", message=words, time=time.time())
 
 
 def _exit_code(ended: Outcome) -> int:

@@ -69,6 +69,7 @@ class Loop:
         if position.step >= plan.steps or self.early():
             # nothing to do, but rank 0 has the store that others still look for
             dist.all_reduce(torch.zeros(1))
+            self.session.stop.begun.set()
         first = position.step + 1
         if self.is_validation_due(stopping) and self.validate():  # it was saved before that
             self.save(best=True)
@@ -181,6 +182,7 @@ class Loop:
         asked = [float(wants_stop), float(wants)]
         totals = torch.tensor([*local, float(sums.num_tokens), *asked], dtype=torch.float64)
         self.total(totals)
+        session.stop.begun.set()
         agreed = time.perf_counter()
         total_loss, total_targets, total_squared, total_tokens, stop, asks = totals.tolist()
         # Techniques average over ranks; the loss is a mean over the global batch's targets.

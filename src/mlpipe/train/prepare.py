@@ -166,6 +166,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         from mlpipe.train.replicas.elastic_loop import enter
 
         position, loop_of = enter(session, plan, (model, update, loader), (validation, loss_scale), restore)
+        session.stop.begun.set()  # what it has may be nowhere else
     elif plan.resume or session.process.restart:
         position = restore()
     if plan.groups:

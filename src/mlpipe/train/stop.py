@@ -43,6 +43,7 @@ class Stop:
         self.scratch = scratch
         self._file = scratch / STOP_FILE
         self._terminated = threading.Event()
+        self.begun = threading.Event()  # there is something that a checkpoint has not
         self._peers = [
             _pid_file(scratch, process.restart, peer)
             for peer in range(process.local_world_size)
@@ -61,16 +62,16 @@ class Stop:
     def requested(self) -> bool:
         return self._terminated.is_set() or self._file.exists()
 
-    def leave_until(self, met: threading.Event) -> None:
-        """Until the ranks have met, a stop means "leave now": there is nothing to save, and a peer that is
-        gone would be waited for."""
+    def leave_until_begun(self) -> None:
+        """Until `begun` is set a stop means "leave now": there is nothing to save, and a peer that is gone, a
+        download or a compiler would be waited for."""
 
         def watch() -> None:
-            while not met.wait(_POLL_SECONDS):
+            while not self.begun.wait(_POLL_SECONDS):
                 if self.requested():
                     os._exit(128 + signal.SIGTERM)
 
-        threading.Thread(target=watch, name="before the ranks met", daemon=True).start()
+        threading.Thread(target=watch, name="before the work began", daemon=True).start()
 
     def _listen(self, read_end: int) -> None:
         while data := os.read(read_end, 64):
@@ -99,12 +100,16 @@ def _died(pid_file: Path) -> bool:
 def _state(pid_file: Path) -> str:
     """Of the process, as proc(5) names it: Z or X dead (X also: gone), T stopped; "" if it is not known."""
     try:
-        stat = Path(f"/proc/{pid_file.read_text().split()[0]}/stat").read_text()
+        return state_of(int(pid_file.read_text().split()[0]))
     except FileNotFoundError:
         return "X" if pid_file.exists() else ""
-    except (OSError, IndexError):
+    except (OSError, LookupError, ValueError):
         return ""
-    return stat.rpartition(")")[2].split()[0]
+
+
+def state_of(pid: int) -> str:
+    """Of a process, as proc(5) names it. Raises FileNotFoundError for one that is gone."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def any_alive(scratch: Path) -> bool:

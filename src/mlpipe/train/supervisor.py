@@ -138,6 +138,8 @@ class Supervisor:
         if outcome is None:
             words = f"the launcher of replica {one.number} was killed, or ended with code {code}"
             kind = KINDS_BY_CODE.get(code, "infrastructure")
+            if self.num_signals:  # perhaps before it had a handler
+                words, kind = "stopped before a checkpoint could be saved", "cancelled"
             outcome = AttemptOutcome("failed", kind=kind, message=words, time=time.time())
         self.restarts += outcome.restarts
         if outcome.outcome != "failed" or one.retired:

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import sys
-import threading
 import time
 import traceback
 from dataclasses import replace
@@ -46,18 +45,16 @@ def main() -> int:
     timeout_seconds = plan.work.training.hang_timeout_seconds
     watchdog = Watchdog(scratch, rank=process.rank, timeout_seconds=timeout_seconds)
     progress = [0]
-    met = threading.Event()
-    if plan.launch.num_nodes > 1:
-        stop.leave_until(met)
+    stop.leave_until_begun()
     try:
         # after the handlers of signals: where nothing was preloaded, importing torch takes 2 s
         from mlpipe.train.session import Session
 
         session = Session(plan, process, stop, watchdog, began)
-        met.set()
         try:
             ended = session.run(progress)
         finally:
+            stop.begun.set()  # of what has no steps
             session.close()
         outcome.write(scratch, ended)
         leave(scratch, local_rank=process.local_rank, restart=process.restart)

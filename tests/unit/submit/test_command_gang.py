@@ -155,3 +155,11 @@ def test_a_command_that_is_signalled_with_its_pod_and_ends_well_is_not_done(tmp_
     assert pods.start(index).wait(300) == 5
     assert pods.outcome(index).kind == "cancelled"
     assert not pods.committed
+
+
+def test_on_a_cluster_nothing_begins_that_is_cancelled_by_then(tmp_path):
+    pods = Pods(tmp_path, "touch begun")
+    pods.store.put("runs/r/cancel", b"ann asked for it")
+    assert pods.start(1).wait(300) == 5
+    assert (pods.outcome(1).kind, pods.outcome(1).message) == ("cancelled", "stopped before it began")
+    assert not (tmp_path / "begun").exists()

@@ -81,3 +81,29 @@ def test_a_rank_that_hangs_is_blamed_though_one_that_waits_spoke_first(ranks, la
     outcome.write(tmp_path, outcome.hang(0, 5, "waits for other ranks", waiting=True), fatal=True)
     outcome.write(tmp_path, outcome.hang(1, 5, "hangs"), fatal=True)
     assert blamed(launcher) == (1, "rank 1 hangs")
+
+
+@pytest.mark.parametrize(
+    ("num_signals", "there", "said", "expected"),
+    [
+        (1, True, False, None),  # it saves
+        (1, False, False, -signal.SIGTERM),  # nobody here has begun
+        (1, False, True, None),  # all have done their work
+        (2, True, False, -signal.SIGKILL),
+    ],
+)
+def test_a_stop_waits_for_ranks_that_save_and_for_no_others(
+    ranks, launcher, tmp_path, monkeypatch, num_signals, there, said, expected
+):
+    """The second process is torchrun's here."""
+    monkeypatch.setattr("mlpipe.train.launcher._SECOND_SIGNAL_SECONDS", 0.0)
+    (tmp_path / "pid-0-1").unlink()
+    if not there:
+        (tmp_path / "pid-0-0").unlink()
+    if said:
+        outcome.write(tmp_path, outcome.Outcome("saved", rank=0))
+    for _ in range(num_signals):
+        launcher._on_signal(signal.SIGTERM, None)
+    launcher._end_if_overdue(ranks[1])
+    assert ranks[1].poll() == expected
+    assert (tmp_path / "stop").exists()

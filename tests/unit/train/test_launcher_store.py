@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -126,3 +129,31 @@ def test_a_pipeline_is_on_machines_of_one_group(tmp_path, monkeypatch, first, in
     for name, value in Launcher(plan, tmp_path / "plan.json", tmp_path)._environment().items():
         monkeypatch.setenv(name, value)
     assert GangNode.from_environment().index == number
+
+
+@pytest.fixture
+def handlers():
+    """A launcher sets its own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("when", ["before it listened", "while it fetched"])
+def test_one_that_is_stopped_before_there_are_ranks_starts_none(tmp_path, monkeypatch, handlers, when):
+    """Process 1 of a pod hears no signal that came before its handlers; the store has the word."""
+    plan = plans.train_plan(tmp_path / "store", plans.write_tokens(tmp_path / "tokens", num_tokens=100))
+    launcher = Launcher(replace(plan, inputs=("runs/r/stages/corpus",)), tmp_path / "plan.json", tmp_path)
+    if when == "before it listened":
+        launcher.store.put(f"runs/{plan.run_id}/cancel", b"ann asked for it")
+
+    def fetch(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(300)
+
+    monkeypatch.setattr("mlpipe.plan.process.outputs.fetch_output", fetch)
+    assert launcher.run() == 5
+    ended = read_outcome(launcher.store, f"{plan.attempt_key}/outcome.json")
+    assert (ended.kind, ended.message) == ("cancelled", "stopped before its ranks began")
+    assert signal.getsignal(signal.SIGTERM) == launcher._on_signal
