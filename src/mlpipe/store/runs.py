@@ -321,11 +321,6 @@ def _read(store: Store, run_id: str, *, known: bool = False) -> tuple[RunState, 
         if store.exists(_pipeline_key(run_id)):
             message = f"run {run_id} was claimed and not begun: its client died, or is just about to"
             hint = f"submit it again, or free its id: mlpipe cancel {run_id}"
-        else:
-            from mlpipe.store.sweeps import unbegun  # which are runs
-
-            if (trial := unbegun(store, run_id)) is not None:
-                message, hint = trial[1], f"mlpipe status {run_id} says so, too, until it has begun"
         raise StoreError(message, where=store.url, hint=hint, kind="input") from None
     try:
         run = from_json(RunState, data)
