@@ -56,9 +56,13 @@ def up(session: CliSession, folder: Path, port: int, interval: float) -> None:
     fleet.round()
     url = f"http://127.0.0.1:{port}"
     exporter = Serving(fleet, "127.0.0.1", 0)
-    scrape.write_prometheus(folder, interval_seconds=interval)
-    scrape.write_targets(folder, targets.find(fleet.under_way), exporter.port)
-    provisioning = scrape.write_grafana(folder, url)
+    try:
+        scrape.write_prometheus(folder, interval_seconds=interval)
+        scrape.write_targets(folder, targets.find(fleet.under_way), exporter.port)
+        provisioning = scrape.write_grafana(folder, url)
+    except OSError as error:
+        words = f"cannot write to {folder}: {error.strerror}"
+        raise click.BadParameter(words, param_hint="--folder") from None
     signal.signal(signal.SIGTERM, interrupt)
     log = folder / "prometheus.log"
     with log.open("ab") as output:

@@ -171,11 +171,10 @@ class S3Client:
         except (NameResolutionError, NewConnectionError, ConnectTimeoutError) as error:
             raise AwayError(_short(error), applied=False) from error
         except SSLError as error:
-            raise StoreError(
-                f"TLS failed: {_short(error)}",
-                where=self.endpoint.url,
-                hint="for a private authority set AWS_CA_BUNDLE or SSL_CERT_FILE to its certificate",
-            ) from error
+            hint = "for a private authority set AWS_CA_BUNDLE or SSL_CERT_FILE to its certificate"
+            if "WRONG_VERSION_NUMBER" in str(error):
+                hint = "does it speak TLS? Else write http:// in AWS_ENDPOINT_URL_S3"
+            raise StoreError(f"TLS failed: {_short(error)}", where=self.endpoint.url, hint=hint) from error
         except (HTTPError, OSError) as error:
             raise AwayError(_short(error), applied=True) from error
         sound = False
@@ -314,4 +313,4 @@ def _in_words(status: int, code: str, detail: str, where: str, endpoint: str) ->
 def _short(error: Exception) -> str:
     """urllib3 wraps the cause several times; the last part is what a reader needs."""
     text = str(error.args[-1] if error.args else error) or type(error).__name__
-    return text.rpartition(": ")[2][:200] if isinstance(error, HTTPError) else text[:200]
+    return text.rpartition(": ")[2].rpartition("] ")[2][:200] if isinstance(error, HTTPError) else text[:200]

@@ -508,6 +508,7 @@ def test_what_may_pass_is_tried_again(store, wire, answer):
         ((416, error("InvalidRange")), "ends before the bytes", None),
         ((507, error("XMinioStorageFull")), "the server's disks are full", "prune checkpoints"),
         (SSLError("a: b: unknown authority"), "TLS failed: unknown authority", "for a private authority"),
+        (SSLError("[SSL: WRONG_VERSION_NUMBER] wrong version"), "TLS failed: wrong version", "does it speak"),
     ],
 )
 def test_what_will_not_pass_is_said_at_once_in_words(store, wire, answer, words, hint):
