@@ -283,7 +283,7 @@ def test_gradients_of_every_parameter_are_exact(
 
     step = StepShape(8 * num_ranks, 3, 1, "fp32", checkpointing, compiled=False, part=Part(cp=num_ranks))
     hardware = replace(detect_hardware(None), devices_per_node=num_ranks)
-    in_a_step = replace(passes(Dense(config), step, hardware), query_bytes=0)  # what it merges is not sent
+    in_a_step = passes(Dense(config), step, hardware)._replace(query_bytes=0)  # what it merges is not sent
     layout = Layout(Mesh(cp=num_ranks), context_exchange=exchange)
     counted = cp.exposed_seconds(in_a_step, Sent(hardware), layout)
     assert sum(threads.sent.values()) == 2 * counted  # in fp64

@@ -34,7 +34,7 @@ def states_of(name: str, work: RankWork) -> int:
     arguments = OPTIMIZERS[name].arguments.items()
     args = {key: argument.default for key, argument in arguments}
     cost = OptimizerCost(OPTIMIZERS[name].state_bytes_per_parameter(args), name, averages=True)
-    return total(rank_tensors(dataclasses.replace(work, optimizer=cost)).optimizer)
+    return total(rank_tensors(work._replace(optimizer=cost)).optimizer)
 
 
 @pytest.fixture(scope="module")

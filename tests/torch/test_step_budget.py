@@ -220,7 +220,7 @@ def _asked(work, kind, calls):
     choices = Choices(work["micro_batch"], "none", "fp32", work.get("communication", "collective"))
     _, _, passes = pricer._on_one_rank(choices, mesh, pricer._parts(mesh)[0])
     no_time = {f"{way}_{where}": 0.0 for way in ("forward", "backward") for where in ("block", "outside")}
-    passes, layout = dataclasses.replace(passes, **no_time), layout_of(strategy, mesh, choices.communication)
+    passes, layout = passes._replace(**no_time), layout_of(strategy, mesh, choices.communication)
     # while a rank of a pipeline is idle, others' collectives take time, of which it has none
     axes = (axis for axis in active(mesh) if axis is not pp or kind == "send")
     return sum(axis.exposed_seconds(passes, Asked(hardware, kind, calls), layout) for axis in axes)

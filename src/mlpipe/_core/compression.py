@@ -9,14 +9,13 @@ one entry here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 BLOCK = 256  # values that share a scale
 _SCALE_BITS = 32 / BLOCK
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """Bits of a parameter of `rows` x `columns` (of a vector 1) that an all-reduce carries, and those that
     each rank gives to each other one."""
 
@@ -24,8 +23,7 @@ class Sent:
     gathered_bits: float = 0.0
 
 
-@dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
     """A number, whole where `default` is. Both bounds are allowed themselves."""
 
     default: float
@@ -34,8 +32,7 @@ class Argument:
     most: float
 
 
-@dataclass(frozen=True)
-class Compression:
+class Compression(NamedTuple):
     """`build`: `package.module:function`; called with the arguments, it gives what averages a bucket of
     gradients (`train/parallel/compression/averager.py`). `sent`: for a parameter of so many rows and columns,
     by the arguments. `is_code`: each value has a code of its own, so that it serves any tensor."""

@@ -5,12 +5,10 @@ same words for the pipeline file (`spec/feasibility.py` adds the line), for the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Infeasible:
+class Infeasible(NamedTuple):
     """`message`: what does not go together. `remedy`: what to write instead."""
 
     message: str

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Mode = Literal["min", "max"]  # which of two values is the better one
 NAME_PATTERN = r"[A-Za-z_][A-Za-z0-9_.@/-]{0,99}"
@@ -23,8 +22,7 @@ METRICS = ("val_loss", "val_perplexity", "val_bits_per_byte")
 GATE_PATTERN = rf"\s*({NAME_PATTERN})\s*(<=|>=|<|>)\s*(-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{{1,2}})?)\s*"
 
 
-@dataclass(frozen=True)
-class Gate:
+class Gate(NamedTuple):
     """A metric, an op of <, <=, >, >=, and the limit that it is held against."""
 
     metric: str

@@ -4,16 +4,15 @@ are in `plan/catalogue.json`. Here, because the file's rules, the planner and th
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 TABLE = Path(__file__).with_name("gpus.json")
 DEFAULT_RESOURCE = "nvidia.com/gpu"
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A part of a GPU that another pod cannot touch. `sevenths`: of its multiprocessors; `eighths`: of its
     memory and of that one's bandwidth."""
 
@@ -21,8 +20,7 @@ class Slice:
     eighths: int
 
 
-@dataclass(frozen=True)
-class Vendor:
+class Vendor(NamedTuple):
     """Empty: it has none, or nobody knows it. `shared_suffix`: behind the product of GPUs that several pods
     share, `shared_resource_suffix` perhaps behind the resource."""
 
@@ -44,14 +42,13 @@ class Vendor:
         return self.resource.partition("/")[0]
 
 
-@dataclass(frozen=True)
-class GpuClass:
+class GpuClass(NamedTuple):
     """`name`: in the vendor's own library. `slice_mib`: memory of the smallest slice."""
 
     vendor: Vendor
     name: str
-    slice_mib: int = 0
-    slices: dict[str, Slice] = field(default_factory=dict)
+    slice_mib: int
+    slices: dict[str, Slice]
 
     @property
     def product(self) -> str:

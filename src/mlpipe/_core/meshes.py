@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlpipe._core.feasibility import Infeasible, setting
 from mlpipe._core.optimizers import OPTIMIZERS
@@ -22,8 +21,7 @@ FILL = "fill"  # a size: what the others leave of the workers
 TENSOR_WIDTHS = ("num_heads", "num_kv_heads", "num_experts", "ffn_dim", "vocab_size", "seq_len")
 
 
-@dataclass(frozen=True)
-class Mix:
+class Mix(NamedTuple):
     """What the trainer cannot do together: an `axis` larger than 1, and a `key` of the training, like
     `optimizer.name`, with one of `values`, or with none of them a key that is written at all, or another axis
     larger than 1. `why`: completes a sentence."""

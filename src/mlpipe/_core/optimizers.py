@@ -8,12 +8,10 @@ entry here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
     """A flag, a number or several numbers, as `default` is. The bounds hold for each of the numbers."""
 
     default: bool | float | tuple[float, ...]
@@ -50,8 +48,7 @@ class UpdateCost(NamedTuple):
     sent_bytes: int
 
 
-@dataclass(frozen=True)
-class Optimizer:
+class Optimizer(NamedTuple):
     """`build`: `package.module:function`; called with the shards that a rank updates and the arguments, it
     returns an `Update` (`train/optim/update.py`). `state_bytes_per_parameter`: what it keeps between steps
     for each fp32 parameter, by the arguments; `states`: the same to the byte, of optimizers that do not keep

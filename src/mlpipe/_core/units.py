@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _BYTES = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -34,8 +34,7 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, examp
     return float(number) * units[unit]
 
 
-@dataclass(frozen=True)
-class Cadence:
+class Cadence(NamedTuple):
     """How often something happens: every so many steps, or every so many seconds. Exactly one is set."""
 
     steps: int | None = None

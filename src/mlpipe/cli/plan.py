@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -107,18 +107,20 @@ def command(
 
 def _measure(session: CliSession, pipeline: Pipeline) -> None:
     """This machine, if the plan is of it and nobody has."""
+    from mlpipe.plan.ahead import predicted_here
     from mlpipe.plan.hardware import knows_machine
 
-    if not knows_machine():
+    if not knows_machine() or not predicted_here(pipeline):
         return
     from mlpipe.plan import machine
 
     if machine.is_known():
         return
     from mlpipe.submit import backends
-    from mlpipe.submit.measuring import measure_first
 
     if backends.takers(pipeline) == [backends.DEFAULT]:
+        from mlpipe.submit.measuring import measure_first  # which imports as much as a run does
+
         measure_first(pipeline, session.note)
 
 
@@ -149,8 +151,7 @@ def _starts(
     }
 
 
-@dataclass(frozen=True)
-class _Asked:
+class _Asked(NamedTuple):
     """By the options of the same names."""
 
     explain: bool

@@ -13,17 +13,15 @@ A stage's kind is the key under which its file has it: `train: {...}`. A layer l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Phase = Literal["train", "evaluate", "promote"]
 PHASES: tuple[Phase, ...] = get_args(Phase)  # in which whoever approves a model sees a run
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """`runs`: as ranks under torchrun ("workers"); as one process of the plan's `argv` with an output folder
     ("command"); or as store calls in the driver's own process, on every backend, where no code of a user
     runs ("driver"). `phase`: the first of `PHASES` that its stages may belong to."""

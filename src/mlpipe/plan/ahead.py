@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import PlanError
-from mlpipe.plan.build import Start, build_plan, stage_hardware
+from mlpipe.kinds.train.spec import OwnModel
+from mlpipe.plan.build import Start, build_plan, stage_hardware, stage_resources
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.training import compare
+from mlpipe.plan.training import compare, trainings
 from mlpipe.spec.model import Pipeline
 
 if TYPE_CHECKING:
@@ -76,3 +77,14 @@ def plan_stage(
     if shape is not None:
         made = plan_ahead(pipeline, name, store_url, run_id, traced=shape)
     return StagePlan(name, made, compare(pipeline, name, hardware, traced=shape), hardware, shape)
+
+
+def predicted_here(pipeline: Pipeline) -> list[str]:
+    """Stages whose steps are predicted by figures of this machine: trainings of models of ours on CPUs."""
+    names = []
+    for name, training in trainings(pipeline).items():
+        resources = stage_resources(pipeline, pipeline.stage(name))
+        elsewhere = resources is not None and (resources.gpus_per_node or resources.hardware)
+        if not elsewhere and not isinstance(training.model, OwnModel):
+            names.append(name)
+    return names

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from mlpipe._core import environment
 from mlpipe._core.cpus import cpuinfo, num_cpus
@@ -25,8 +25,7 @@ GIB = 2**30
 CATALOGUE = Path(__file__).with_name("catalogue.json")
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A line of the catalogue. Dense peaks, without the datasheets' 2:4 sparsity, in FLOP/s; fp32: outside
     the tensor cores. `bf16` is None for cards before Ampere, the price where no source was found. `fp16`, of
     sums in fp32: None where it is as fast as bf16, or is not there either. `float8_speedup`: of its best
@@ -209,8 +208,7 @@ def _sliced(gpu: Gpu, resources: Resources) -> Gpu:
         )
     part = known.slices[name]
     compute, price = part.sevenths / 7, gpu.price_usd_per_hour
-    return replace(
-        gpu,
+    return gpu._replace(
         memory_bytes=known.slice_bytes(name),
         bf16=gpu.bf16 and gpu.bf16 * compute,
         fp32=gpu.fp32 * compute,
@@ -253,7 +251,7 @@ def _gpu(resources: Resources) -> Gpu:
     }
     given = {field: value for field, value in described.items() if value is not None}
     if known is not None:
-        return replace(known, **cast(dict[str, Any], given))
+        return known._replace(**cast(dict[str, Any], given))
     needed = {"memory_bytes": "memory", "fp32": "fp32_tflops"}
     missing = [key for field, key in needed.items() if field not in given]
     if missing:
@@ -263,8 +261,8 @@ def _gpu(resources: Resources) -> Gpu:
             hint=f"add {', '.join(missing)}, or write resources.gpu as one of {', '.join(GPUS)}",
         )
     # What a description leaves open is that of the slowest kind: a card on PCIe, nodes on shared Ethernet.
-    slowest = replace(GPUS["T4"], bf16=None, fp16=None, price_usd_per_hour=None)
-    return replace(slowest, **cast(dict[str, Any], given))
+    slowest = GPUS["T4"]._replace(bf16=None, fp16=None, price_usd_per_hour=None)
+    return slowest._replace(**cast(dict[str, Any], given))
 
 
 def _native_bf16() -> str | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mlpipe._core.units import parse_bytes, parse_seconds
 from mlpipe.plan import allocators, grace
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 COMMAND_SECONDS = 30.0  # between SIGTERM and SIGKILL of what has no checkpoint to write
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """What a stage is planned for. `known`: values of placeholders. `resume`: from the stage's latest
     checkpoint. `traced`: the numbers of a user's own model."""
 

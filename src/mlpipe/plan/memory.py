@@ -64,8 +64,8 @@ def rank_tensors(work: RankWork) -> RankTensors:
     kept = work.exchange_bytes
     if not kept or (work.layout.exchanged_here is not None and work.layout.mesh.world_size > 1):
         return tensors  # with what the axis keeps for it
-    moments = tuple(replace(one, alive=one.alive + kept) for one in tensors.moments)
-    return replace(tensors, buffers=tensors.buffers + kept, moments=moments)
+    moments = tuple(one._replace(alive=one.alive + kept) for one in tensors.moments)
+    return tensors._replace(buffers=tensors.buffers + kept, moments=moments)
 
 
 def _whole(work: RankWork) -> RankTensors:

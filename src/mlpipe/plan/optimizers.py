@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from mlpipe._core.optimizers import OPTIMIZERS, Parameter, StateTensor, UpdateCost
 from mlpipe.plan.shapes.shape import ParameterCounts, by_shape
@@ -14,8 +14,7 @@ from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, Group, Tensors, to
 from mlpipe.plan.work import TrainPlan
 
 
-@dataclass(frozen=True)
-class OptimizerCost:
+class OptimizerCost(NamedTuple):
     """`bytes_per_parameter`: of states that are split as the parameters are. `name`: of the table, whose
     entry may know them to the byte; None: a user's own. `averages`: an average of the weights is kept.
     `on_host`: the states are, and the update; the average is not."""
@@ -36,7 +35,7 @@ class OptimizerCost:
 
     def states_on_gpu(self, parameters: ParameterCounts, num_ranks: int) -> Group:
         """Of these the ones that do not wait on the host."""
-        kept = replace(self, bytes_per_parameter=0, name=None) if self.on_host else self
+        kept = self._replace(bytes_per_parameter=0, name=None) if self.on_host else self
         return kept.states(parameters, num_ranks)
 
     def state_bytes_per_parameter(self, parameters: ParameterCounts) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.gpus import DEFAULT_RESOURCE, gpu_classes, vendor_of
@@ -243,8 +243,7 @@ def _placement(spec: k.Placement | k.Kubernetes, others: k.Kubernetes | c.Placem
     )
 
 
-@dataclass(frozen=True)
-class _Gpus:
+class _Gpus(NamedTuple):
     """How a pod asks for its GPUs."""
 
     resource: str

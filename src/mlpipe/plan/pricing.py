@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.mfu import mfu_ratio
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from mlpipe.plan.uneven import Uneven
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """What all candidates of a stage have in common. `save_steps`, `save_seconds`: between checkpoints, which
     are written beside the training if `asynchronous`."""
 
@@ -72,8 +71,7 @@ class Training:
     float8: bool = False
 
 
-@dataclass(frozen=True)
-class Choices:
+class Choices(NamedTuple):
     """What a candidate decides besides its strategy and mesh."""
 
     micro_batch: int
@@ -133,8 +131,8 @@ class Pricer:
         key = strategy, mesh, choices, asked
         if key not in self._priced:
             layout = layout_of(strategy, mesh, choices.communication)
-            layout = replace(layout, schedule=self.training.schedule)
-            layouts = [replace(layout, context_exchange=way) for way in self._exchanges(mesh)]
+            layout = layout._replace(schedule=self.training.schedule)
+            layouts = [layout._replace(context_exchange=way) for way in self._exchanges(mesh)]
             ways = [self._candidate(strategy, one, choices, asked=asked) for one in layouts]
             self._priced[key] = cheaper(ways)
         return self._priced[key]
@@ -150,11 +148,11 @@ class Pricer:
         ranks = [self._on_one_rank(choices, mesh, part) for part in self._parts(mesh)]
         step, activations, step_passes = max(ranks, key=lambda rank: rank[2].compute)
         hardware, training = self.hardware, self.training
-        layout = replace(layout, exchanged=self._exchanged(step.part, layout))
+        layout = layout._replace(exchanged=self._exchanged(step.part, layout))
         needs = self._fullest(ranks, layout)
         often = choices.communication != "resident"
         if often and needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
-            layout = replace(layout, reduce_gradients="every")  # more to send, less to keep
+            layout = layout._replace(reduce_gradients="every")  # more to send, less to keep
             needs = self._fullest(ranks, layout)
         seconds = self._seconds(layout, step, activations, self._packed(mesh, choices, step_passes))
         num_tokens = self.num_tokens
@@ -227,7 +225,7 @@ class Pricer:
         hardware, parameters = self.hardware, self.shape.parameters.of(step.part)
         layout = Layout(mesh, schedule=self.training.schedule)
         shared = min(
-            self.exposed_seconds(step_passes, replace(layout, context_exchange=way), without_data(mesh))
+            self.exposed_seconds(step_passes, layout._replace(context_exchange=way), without_data(mesh))
             for way in self._exchanges(mesh)
         )
         most = mesh.num_data_ranks * mesh.cp
@@ -255,8 +253,8 @@ class Pricer:
         blocks = [sum(counts[rank::num_ranks]) for rank in range(num_ranks)]
         inner = Part(mesh.tp, mesh.cp, is_first=False, is_last=False, ep=mesh.ep)
         parts = [
-            replace(inner, num_blocks=blocks[0], is_first=True),
-            replace(inner, num_blocks=blocks[-1], is_last=True),
+            inner._replace(num_blocks=blocks[0], is_first=True),
+            inner._replace(num_blocks=blocks[-1], is_last=True),
         ]
         from mlpipe.plan.pipelining import held  # of few plans
 
@@ -264,7 +262,7 @@ class Pricer:
         more = [rank for rank in between if blocks[rank] > max(blocks[1:rank], default=0)]
         if any(one.put_off for one in held(self.training.schedule, 0, num_ranks, num_ranks)):
             more += between[-1:]
-        parts += [replace(inner, num_blocks=blocks[n], number=n) for n in dict.fromkeys(more)]
+        parts += [inner._replace(num_blocks=blocks[n], number=n) for n in dict.fromkeys(more)]
         return parts
 
     def _on_one_rank(self, choices: Choices, mesh: Mesh, part: Part) -> tuple[StepShape, Activations, Passes]:
@@ -292,7 +290,7 @@ class Pricer:
     def _exchanged(self, part: Part, layout: Layout) -> Exchanged | None:
         compress, trained = self.training.compress, self.shape.parameters.of(part).trained
         if (local := self.training.islands) is not None:
-            return replace(of_islands(local, trained), elsewhere=self.hardware.comes_and_goes)
+            return of_islands(local, trained)._replace(elsewhere=self.hardware.comes_and_goes)
         if compress is None or layout.num_replicas == 1:
             return None
         sent = COMPRESSIONS[compress.name].sent
@@ -315,8 +313,7 @@ class Pricer:
         choices = Choices(chosen.micro_batch, mode, precision, chosen.communication)
         ranks = [self._on_one_rank(choices, chosen.mesh, part) for part in self._parts(chosen.mesh)]
         layout = layout_of(chosen.strategy, chosen.mesh, chosen.communication)
-        layout = replace(
-            layout,
+        layout = layout._replace(
             schedule=self.training.schedule,
             reduce_gradients=chosen.reduce_gradients,
             context_exchange=chosen.context_exchange,
@@ -365,7 +362,7 @@ class Pricer:
         self, layout: Layout, step: StepShape, activations: Activations, step_passes: Passes
     ) -> StepSeconds:
         hardware, training, mesh = self.hardware, self.training, layout.mesh
-        step = replace(step, accumulation=step_passes.accumulation)
+        step = step._replace(accumulation=step_passes.accumulation)
         wire, trained = Wire(hardware), self.shape.parameters.of(step.part).trained
         allocating = allocation_seconds(
             activations.made, hardware.device, hardware.speed, mesh, step.checkpointing

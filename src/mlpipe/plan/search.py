@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mlpipe._core.meshes import unsupported_mix
 from mlpipe.plan.choose import ROOM_WINDOW, Candidate, is_tight
@@ -28,8 +29,7 @@ _LEAST_CHUNK = 128  # tokens of a sequence that a rank of `cp` has in one piece
 _MOST_CP = 32
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A mesh with all data ranks along `dp_shard`, and the choices beside it. `least_seconds`: no step under
     any layout of its data axes is shorter."""
 

@@ -4,15 +4,14 @@ allocator does in `plan/allocators/`. Standard library only."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 WEIGHT_BYTES = 4  # fp32 whatever the precision, as are gradients and optimizer states
 GRADIENT_BYTES = 4
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of what matmuls see
 
 
-@dataclass(frozen=True)
-class Tensors:
+class Tensors(NamedTuple):
     """`number` tensors of one size, `num_bytes` all together."""
 
     num_bytes: int
@@ -36,8 +35,7 @@ def below(group: Iterable[Tensors], limit_bytes: int) -> int:
     return sum(tensors.num_bytes for tensors in group if tensors.is_below(limit_bytes))
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes alive at a moment of the step besides weights and optimizer states; what a reduce-scatter and an
     all-gather have in hand then."""
 
@@ -46,8 +44,7 @@ class Moment:
     all_gathered: int = 0
 
 
-@dataclass(frozen=True)
-class RankTensors:
+class RankTensors(NamedTuple):
     """What one rank holds. `unsent`: gradients that stay whole until the last micro-batch sends them;
     `saved`: activations that autograd keeps for the backward pass. `rebuilt`: those that recomputation brings
     back, a block at a time. `copies`: of the weights, made and freed in every step, not all alive at once.
@@ -72,8 +69,7 @@ class RankTensors:
         return total(self.parameters) + total(self.optimizer) + max(moment.alive for moment in self.moments)
 
 
-@dataclass(frozen=True)
-class Reserved:
+class Reserved(NamedTuple):
     """What an allocator makes of them. `tensors`: with what the collectives' library adds. `context`: bytes
     that the process holds before the first tensor. `slack`: bytes that the allocator cannot use."""
 

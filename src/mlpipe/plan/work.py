@@ -8,7 +8,7 @@ Importable with the standard library alone. Sequences are the unit of a batch:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from mlpipe._core.gate import Mode
@@ -46,7 +46,7 @@ class Mesh:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
+        sizes = vars(self)
         if min(sizes.values()) < 1:
             raise ValueError(f"an axis of a mesh has at least one rank: {sizes}")
         if self.dp_shard % self.ep:

@@ -5,7 +5,7 @@ written."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlpipe._core.feasibility import (
     Infeasible,
@@ -56,8 +56,7 @@ def _experts(model: Node) -> Iterator[Problem]:
             yield from _at(node.place, no_experts(key))
 
 
-@dataclass(frozen=True)
-class _Figure:
+class _Figure(NamedTuple):
     """A number of the model's shape. `place`: where it is written; None: it is the preset's."""
 
     name: str

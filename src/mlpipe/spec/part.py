@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.spec.base import SpecModel
@@ -12,8 +11,7 @@ from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node
 
 
-@dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """A key that names one stage of the kind of the same name, among all that the stage needs; left out, it
     is the only one. `lends`: where the stage says nothing of resources, that one's are meant, and it reads
     what that one reads."""
@@ -35,8 +33,7 @@ def _says_nothing(part: Node, key: Sequence[str], value: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class SpecPart:
+class SpecPart(NamedTuple):
     """`model`: type of the value under the kind's key, `description`: its reference. `problems(stage)`: what
     is wrong between several values. `texts(part)`: the leaves in which placeholders may stand.
     `overridden(part, key, value)`: called before `--set` puts `value` there; may change what fits it no more,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlpipe._core.errors import SpecError
 
@@ -11,8 +12,7 @@ SHOWN = 50
 _LONGEST = 1000  # characters of a message
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """`line` and `col` count from 1; line 0: the whole of `file`, or a `--set KEY=VALUE`."""
 
     file: str

@@ -14,18 +14,16 @@ from importlib.util import find_spec
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe._core.units import format_step_seconds
-from mlpipe.kinds.train.spec import OwnModel, Train
 from mlpipe.observe.predicted import measured
 from mlpipe.observe.runview import RunView, worst_load
 from mlpipe.plan import machine
-from mlpipe.plan.ahead import plan_ahead
-from mlpipe.plan.build import stage_resources
+from mlpipe.plan.ahead import plan_ahead, predicted_here
 from mlpipe.plan.candidates import priced
 from mlpipe.plan.hardware import Hardware, cpu_speed, knows_machine, machine_memory_bytes
 from mlpipe.plan.machine import Core, Learnt, Machine
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.work import TrainPlan
-from mlpipe.spec.model import Pipeline, Stage
+from mlpipe.spec.model import Pipeline
 from mlpipe.store.runs import RunState
 from mlpipe.submit.standby import Standby, Standbys
 
@@ -187,14 +185,7 @@ def _trainings_to_measure(pipeline: Pipeline) -> list[str]:
     """Stages whose steps are predicted by figures of this machine that are not known."""
     if not knows_machine() or machine.is_known() or find_spec("torch") is None:
         return []
-    return [stage.name for stage in pipeline.stages if _is_to_measure(pipeline, stage)]
-
-
-def _is_to_measure(pipeline: Pipeline, stage: Stage) -> bool:
-    training, resources = stage.part(Train), stage_resources(pipeline, stage)
-    if training is None or isinstance(training.model, OwnModel):
-        return False
-    return resources is None or not (resources.gpus_per_node or resources.hardware)
+    return predicted_here(pipeline)
 
 
 def _figures(said: str) -> dict[str, Core]:

@@ -16,7 +16,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,8 +197,7 @@ def _traced(
             _share(plain, model, tp)
             stages = stages_of(plain, cut, entry)
             ranks = [range(rank, len(stages), num_ranks) for rank in range(num_ranks)]
-            parameters = replace(
-                parameters,
+            parameters = parameters._replace(
                 by_rank=tuple(
                     _parameters(model, plain, [one for s in own for one in stages[s].values()])
                     for own in ranks

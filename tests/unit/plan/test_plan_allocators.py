@@ -161,6 +161,6 @@ def test_a_tensor_of_the_threshold_lies_outside_the_heap() -> None:
 def test_gloo_clones_what_it_scatters_and_gathers() -> None:
     tensors = rank_tensors(rank_work(SIZES))
     moments = (Moment(100), Moment(90, reduce_scattered=30), Moment(80, all_gathered=25))
-    cloned = gloo.with_clones(type(tensors)(**{**vars(tensors), "moments": moments, "buffers": 7}))
+    cloned = gloo.with_clones(type(tensors)(**{**tensors._asdict(), "moments": moments, "buffers": 7}))
     assert [moment.alive for moment in cloned.moments] == [100, 120, 105]
     assert cloned.buffers == 7 + 30

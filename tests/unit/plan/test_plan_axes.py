@@ -3,7 +3,6 @@ one more."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -59,7 +58,7 @@ def exposed(axis: Any, mesh: Mesh, passes: Passes, **flags: Any) -> tuple[float,
 def test_keys_and_values_are_gathered_for_each_pass_of_attention(
     recomputes: bool, keeps_attention: bool, gathers: int
 ) -> None:
-    passes = replace(PASSES, kv_bytes=7, recomputes=recomputes, keeps_attention=keeps_attention)
+    passes = PASSES._replace(kv_bytes=7, recomputes=recomputes, keeps_attention=keeps_attention)
     seconds, seen = exposed(cp, Mesh(cp=4, tp=2), passes)
     assert seconds == 3 * 5 * (gathers * (1 + 7) + 1 + 4 * 7)
     assert seen == {(4, 2)}
@@ -67,8 +66,8 @@ def test_keys_and_values_are_gathered_for_each_pass_of_attention(
 
 def test_keys_and_values_of_whole_sequences_are_alive_three_times() -> None:
     """With their gradients, and those of one chunk."""
-    work = replace(rank_work(PARAMETERS, mesh=Mesh(cp=4), saved=50), kv_bytes=7)
-    before = rank_tensors(replace(work, kv_bytes=0))
+    work = rank_work(PARAMETERS, mesh=Mesh(cp=4), saved=50)._replace(kv_bytes=7)
+    before = rank_tensors(work._replace(kv_bytes=0))
     assert cp.divide(before, work).peak == before.peak + 21
 
 
@@ -76,11 +75,11 @@ def test_keys_and_values_of_whole_sequences_are_alive_three_times() -> None:
 def test_keys_and_values_of_a_ring_travel_beside_attention(recomputes: bool, forwards: int) -> None:
     """Of 4 ranks three hops a pass, and as many of gradients, of which the last has nothing beside it. Of a
     round's computing, a fourth of attention, the backward pass has 2.5 times as much."""
-    passes = replace(PASSES, kv_bytes=8, recomputes=recomputes)
+    passes = PASSES._replace(kv_bytes=8, recomputes=recomputes)
     hop = 1 + 8 / 4
 
     def shown(seconds: float, **changes: Any) -> float:
-        given = replace(passes, attention_seconds=seconds, **changes)
+        given = passes._replace(attention_seconds=seconds, **changes)
         found, seen = exposed(cp, Mesh(cp=4, tp=2), given, context_exchange="ring")
         assert seen == {(4, 2)}
         return found / (3 * 5)
@@ -98,16 +97,16 @@ def test_keys_and_values_of_a_ring_travel_beside_attention(recomputes: bool, for
 def test_a_ring_holds_what_a_few_ranks_have_of_keys_and_values(precision: str, parts: int) -> None:
     """Two of keys and values, three of their gradients, and sums in fp32."""
     work = rank_work(PARAMETERS, mesh=Mesh(cp=4), saved=50)
-    layout, step = replace(work.layout, context_exchange="ring"), replace(work.step, precision=precision)
-    before = rank_tensors(replace(work, step=step))
-    work = replace(work, layout=layout, step=step, kv_bytes=8)
+    layout, step = work.layout._replace(context_exchange="ring"), work.step._replace(precision=precision)
+    before = rank_tensors(work._replace(step=step))
+    work = work._replace(layout=layout, step=step, kv_bytes=8)
     assert cp.divide(before, work).peak == before.peak + parts * 8 / 4
 
 
 @pytest.mark.parametrize(("recomputes", "rows", "counts"), [(False, 4, 1), (True, 6, 2)])
 def test_tokens_go_to_their_experts_and_back_in_every_pass(recomputes: bool, rows: int, counts: int) -> None:
     """Five all-to-alls a block, eight where the forward pass is computed again."""
-    passes = replace(PASSES, routed_bytes=7, recomputes=recomputes)
+    passes = PASSES._replace(routed_bytes=7, recomputes=recomputes)
     seconds, seen = exposed(ep, Mesh(dp_shard=4, ep=4, tp=2), passes)
     assert seconds == 3 * 5 * (rows * (1 + 4 * 7) + counts)
     assert seen == {(4, 2)}
@@ -115,20 +114,20 @@ def test_tokens_go_to_their_experts_and_back_in_every_pass(recomputes: bool, row
 
 def test_recomputation_gathers_and_scatters_again_but_for_what_nothing_needs() -> None:
     assert tp.num_collectives(PASSES) == (22, 22)
-    assert tp.num_collectives(replace(PASSES, recomputes=True)) == (32, 27)
-    inner = replace(PASSES, is_first=False, is_last=False, stream_bytes=7)
+    assert tp.num_collectives(PASSES._replace(recomputes=True)) == (32, 27)
+    inner = PASSES._replace(is_first=False, is_last=False, stream_bytes=7)
     assert exposed(tp, Mesh(tp=4), inner) == (3 * 40 * (1 + 7), {(4, 1)})
-    first = replace(PASSES, is_last=False, stream_bytes=7)  # the embedding's travel in fp32
+    first = PASSES._replace(is_last=False, stream_bytes=7)  # the embedding's travel in fp32
     assert exposed(tp, Mesh(tp=4), first) == (3 * (40 * (1 + 7) + 2 * (1 + 14)), {(4, 1)})
 
 
 def test_gradients_of_replicas_travel_beside_the_last_backward_pass_but_for_those_of_a_pipeline() -> None:
-    long = replace(PASSES, backward_block=1e9)
+    long = PASSES._replace(backward_block=1e9)
     last = 1 + 4 * (5 * 10 + 20)
-    assert exposed(dp_replicate, Mesh(dp_replicate=2), replace(PASSES, backward_block=0.0))[0] == last
+    assert exposed(dp_replicate, Mesh(dp_replicate=2), PASSES._replace(backward_block=0.0))[0] == last
     hidden, seen = exposed(dp_replicate, Mesh(dp_replicate=2, tp=2), long)
     assert (hidden, seen) == (last, {(2, 2)})  # all in one bucket, which nothing hides
-    many = replace(long, block_params=10**8)
+    many = long._replace(block_params=10**8)
     hidden, _ = exposed(dp_replicate, Mesh(dp_replicate=2), many)
     assert hidden == 1 + 25 * 2**20
     whole, _ = exposed(dp_replicate, Mesh(dp_replicate=2, pp=2), many)
@@ -151,13 +150,13 @@ def test_what_islands_send_hides_behind_as_many_steps_as_it_may_take(hidden_rati
 def test_a_pipeline_holds_the_microbatches_that_are_under_way() -> None:
     """Of 4 ranks with 1F1B the first has 4: of each but one what is saved, and its logits' gradient."""
     work = rank_work(PARAMETERS, mesh=Mesh(pp=4), saved=50, logits=40, accumulation=8)
-    before = rank_tensors(replace(work, layout=Layout(Mesh())))
+    before = rank_tensors(work._replace(layout=Layout(Mesh())))
     divided = pp.divide(before, work)
     assert divided.peak == before.peak + 3 * (50 + 20)
     assert divided.buffers == before.buffers  # nobody else has these weights
-    replicas = replace(work, layout=Layout(Mesh(pp=4, dp_replicate=2)))
+    replicas = work._replace(layout=Layout(Mesh(pp=4, dp_replicate=2)))
     assert pp.divide(before, replicas).buffers == before.buffers + 4 * 70  # all gradients, in one bucket
-    shards = replace(work, layout=Layout(Mesh(pp=4, dp_replicate=2, dp_shard=2)))
+    shards = work._replace(layout=Layout(Mesh(pp=4, dp_replicate=2, dp_shard=2)))
     assert pp.divide(before, shards).buffers == before.buffers
 
 
@@ -165,14 +164,14 @@ def test_a_pipeline_holds_of_each_pass_what_is_left_of_it() -> None:
     """The last of 4 ranks: with zero_bubble one whole microbatch at its logits, 40, and of three what weights
     need, 30 each; with interleaved of five microbatches half, of one the logits, where it was begun with 50
     and 40. Of many that are recomputed, and then put off, the last but one has more than the second."""
-    last = replace(Part(), is_first=False)
+    last = Part()._replace(is_first=False)
 
     def peak(schedule: Schedule, part: Part, put_off: int = 30) -> int:
         work = rank_work(PARAMETERS, mesh=Mesh(pp=4), saved=50, logits=40, accumulation=8)
-        whole = rank_tensors(replace(work, layout=Layout(Mesh())))
-        activations = replace(work.activations, put_off_bytes=put_off)
-        layout, step = Layout(Mesh(pp=4), schedule=schedule), replace(work.step, part=part)
-        work = replace(work, activations=activations, layout=layout, step=step)
+        whole = rank_tensors(work._replace(layout=Layout(Mesh())))
+        activations = work.activations._replace(put_off_bytes=put_off)
+        layout, step = Layout(Mesh(pp=4), schedule=schedule), work.step._replace(part=part)
+        work = work._replace(activations=activations, layout=layout, step=step)
         return pp.divide(whole, work).peak - whole.peak
 
     assert peak("zero_bubble", last) == 3 * 30
@@ -188,7 +187,7 @@ def test_what_goes_from_stage_to_stage_travels_beside_computing_where_that_is_po
     """On a GPU all but what fills and drains the pipeline; else what a rank between two others sends and
     receives. In fp32, a share of each rank of `tp`."""
     idle = dict.fromkeys(("forward_block", "backward_block", "forward_outside", "backward_outside"), 0.0)
-    passes = replace(PASSES, **idle, accumulation=8, overlap=overlap, stream_bytes=70)
+    passes = PASSES._replace(**idle, accumulation=8, overlap=overlap, stream_bytes=70)
     assert exposed(pp, Mesh(pp=4, dp_shard=2), passes) == (2 * number * (1 + 140), {(2, 1)})
 
 

@@ -201,14 +201,14 @@ def _passes(**changes: object) -> Passes:
         width=2,
         overlap=True,
     )
-    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+    return plain._replace(**changes)  # type: ignore[arg-type]
 
 
 def exposed(name: Strategy, mesh: Mesh, wire: Wire, *, each: bool = False, **changes: object) -> float:
     """Seconds that computing does not hide."""
     layout = layout_of(name, mesh)
     if each:
-        layout = dataclasses.replace(layout, reduce_gradients="every")
+        layout = layout._replace(reduce_gradients="every")
     return sum(axis.exposed_seconds(_passes(**changes), wire, layout) for axis in active(mesh))
 
 
@@ -292,9 +292,7 @@ def test_a_calibrated_cpu_streams_large_tensors_at_their_own_rate() -> None:
     )
     # recomputing a block ends before its last matmul
     shape, step = Dense(PRESETS["llama-4m"]), StepShape(256, 8, 1, "fp32", "none", compiled=False)
-    plain, full = (
-        passes(shape, dataclasses.replace(step, checkpointing=mode), cpu) for mode in ("none", "full")
-    )
+    plain, full = (passes(shape, step._replace(checkpointing=mode), cpu) for mode in ("none", "full"))
     down = 2.0 * 2048 * 704 * 256 / 1e11
     assert full.backward_block - plain.backward_block == pytest.approx(plain.forward_block - down)
 
@@ -361,7 +359,7 @@ def test_the_roofline_by_hand() -> None:
     step = StepShape(8192, 2, 1, "bf16", "none", compiled=True)
 
     def of(**changes: Any) -> Passes:
-        return passes(Dense(config), dataclasses.replace(step, **changes), gpus())
+        return passes(Dense(config), step._replace(**changes), gpus())
 
     found = of()
     matmuls = 2 * 16_384 * (config.num_layer_params() - 2 * config.dim)
@@ -430,7 +428,7 @@ def test_validations_are_of_the_runs_time_and_of_no_steps() -> None:
     """Ten of 100 samples on 8 ranks with 4 at a time: four forward passes each."""
     shape, hardware = Dense(PRESETS["llama-125m"]), gpus()
     plain = Training(64, 128, 100, False, OptimizerCost(8, "adamw"), 50, None)
-    validated = dataclasses.replace(plain, num_validations=10, validation_samples=100)
+    validated = plain._replace(num_validations=10, validation_samples=100)
     choices, mesh = Choices(4, "none", "bf16"), Mesh(dp_shard=8)
     without, with_them = (
         Pricer(shape, training, hardware).candidate("fsdp", mesh, choices, asked=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from kit.shapes import rank_work
 
@@ -75,7 +73,7 @@ def test_seconds_and_traffic() -> None:
     patterns = ((), ("layers.*.down_proj.*",), ("embed*", "layers.[0-3].*"), ("embed*", "layers.*"))
     found = [candidate_of(each) for each in patterns]
     shapes = [Frozen(Dense(PRESETS["llama-25m"]), each) for each in patterns]
-    sent = [replace(passes(shape, STEP, HARDWARE), overlap=False) for shape in shapes]
+    sent = [passes(shape, STEP, HARDWARE)._replace(overlap=False) for shape in shapes]
     layout, wire = layout_of("fsdp", Mesh(dp_shard=8)), Wire(HARDWARE)
     for seconds in (
         [one.seconds.compute for one in found],
@@ -170,7 +168,7 @@ def test_a_base_of_few_bits_by_hand() -> None:
 
 def test_few_bits_are_spelled_out_for_each_product_and_travel_as_they_are() -> None:
     kernels = Kernels("bf16", False, "cuda", HARDWARE.speed)
-    step = replace(STEP, precision="bf16")
+    step = STEP._replace(precision="bf16")
     shape = Dense(PRESETS["llama-25m"])
     plain, few, more = (Adapted(shape, (), 2, base=base) for base in (None, "nf4", "int8"))
     largest = max(rows * columns for rows, columns, _ in shape.config.block_matrices())
@@ -180,11 +178,11 @@ def test_few_bits_are_spelled_out_for_each_product_and_travel_as_they_are() -> N
     extra = seconds[1].forward_block - seconds[0].forward_block
     assert extra > 0
     assert seconds[1].backward_block - seconds[0].backward_block == pytest.approx(extra)
-    full = [one.pass_seconds(replace(step, checkpointing="full"), kernels) for one in (plain, few)]
+    full = [one.pass_seconds(step._replace(checkpointing="full"), kernels) for one in (plain, few)]
     assert full[1].backward_block - full[0].backward_block == pytest.approx(2 * extra)
     layout, wire = layout_of("fsdp", Mesh(dp_shard=8)), Wire(HARDWARE)
     sent = [
-        dp_shard.exposed_seconds(replace(passes(one, step, HARDWARE), overlap=False), wire, layout)
+        dp_shard.exposed_seconds(passes(one, step, HARDWARE)._replace(overlap=False), wire, layout)
         for one in (few, more, plain)
     ]
     assert sent == sorted(set(sent))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from kit.shapes import rank_work
 
@@ -192,14 +190,14 @@ def test_an_estimate_adds_up() -> None:
         assert one.scaled(ratio).tensors == one.tensors
     for device in ("cpu", "cuda"):
         work = rank_work(SIZES, "fsdp", Mesh(dp_shard=2), saved=900, logits=90, accumulation=2)
-        told = estimate(replace(work, overlap=device == "cuda"), device)
+        told = estimate(work._replace(overlap=device == "cuda"), device)
         assert (told.parameters, told.optimizer) == (4 * SIZES.share(2), 8 * SIZES.share(2))
         assert told.gradients == 4 * SIZES.share(2) + 4 * 300
         assert (told.activations, told.logits) == (900, 90)
-        assert told.tensors == gloo.with_clones(rank_tensors(replace(work, overlap=device == "cuda"))).peak
+        assert told.tensors == gloo.with_clones(rank_tensors(work._replace(overlap=device == "cuda"))).peak
     for device, checkpointing in (("cpu", "none"), ("cpu", "full"), ("cuda", "none")):
         work = rank_work(SIZES, "ddp", Mesh(dp_replicate=2), saved=900)
-        work = replace(work, step=replace(work.step, checkpointing=checkpointing))
+        work = work._replace(step=work.step._replace(checkpointing=checkpointing))
         reserved = allocators.reserve(rank_tensors(work), device, work.layout.mesh, checkpointing)
         told = estimate(work, device)
         assert (told.context, told.slack) == (reserved.context, reserved.slack)
@@ -208,7 +206,7 @@ def test_an_estimate_adds_up() -> None:
 def test_accumulation_keeps_whole_gradients_under_fsdp() -> None:
     several = rank_work(SIZES, "fsdp", Mesh(dp_shard=4), accumulation=2)
     assert total(rank_tensors(several).unsent) == 4 * 300
-    at_once = replace(several, layout=replace(several.layout, reduce_gradients="every"))
+    at_once = several._replace(layout=several.layout._replace(reduce_gradients="every"))
     assert rank_tensors(at_once).unsent == ()
     assert rank_tensors(several).peak - rank_tensors(at_once).peak == 4 * 300
     for tensors in (rank_tensors(several), rank_tensors(at_once)):
@@ -218,7 +216,7 @@ def test_accumulation_keeps_whole_gradients_under_fsdp() -> None:
 def test_states_of_any_width_are_counted() -> None:
     """Of an optimizer with 4, 2 or 9 bytes of state a parameter."""
     for state_bytes in (4, 2, 9):
-        work = replace(rank_work(SIZES, "zero1", Mesh(dp_replicate=4)), optimizer=OptimizerCost(state_bytes))
+        work = rank_work(SIZES, "zero1", Mesh(dp_replicate=4))._replace(optimizer=OptimizerCost(state_bytes))
         assert total(rank_tensors(work).optimizer) == state_bytes * SIZES.share(4)
         assert len(rank_tensors(work).optimizer) == len(SIZES.tensors) * -(-state_bytes // 4)
 
@@ -240,14 +238,14 @@ def test_what_waits_on_the_host_is_not_on_the_gpu_and_a_cpu_is_its_own_host() ->
     assert (kept.offloaded_bytes, away.offloaded_bytes) == (0, (layers - 1) * one_input)
     # one is used while the next one comes back
     assert total(kept.saved) - total(away.saved) == (layers - 2) * one_input
-    assert replace(away, saved=kept.saved, offloaded_bytes=0) == kept
+    assert away._replace(saved=kept.saved, offloaded_bytes=0) == kept
     on_cpu = [total(shape.activations(step(offloads), "cpu").saved) for offloads in (False, True)]
     assert on_cpu[0] == on_cpu[1]
     work = rank_work(SIZES, "fsdp", Mesh(dp_shard=2))
-    host = replace(work, optimizer=replace(work.optimizer, on_host=True), overlap=True)
+    host = work._replace(optimizer=work.optimizer._replace(on_host=True), overlap=True)
     assert total(rank_tensors(host).optimizer) == 0
-    assert total(rank_tensors(replace(host, overlap=False)).optimizer) == 8 * SIZES.share(2)
-    averaged = replace(host, optimizer=replace(host.optimizer, averages=True))
+    assert total(rank_tensors(host._replace(overlap=False)).optimizer) == 8 * SIZES.share(2)
+    averaged = host._replace(optimizer=host.optimizer._replace(averages=True))
     assert total(rank_tensors(averaged).optimizer) == 4 * SIZES.share(2)
     # a checkpoint has them all the same
     assert saved_bytes(SIZES, host.optimizer, 2) == saved_bytes(SIZES, work.optimizer, 2)

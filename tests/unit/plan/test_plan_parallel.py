@@ -76,7 +76,7 @@ def test_tensor_parallelism_divides_all_activations_but_what_every_product_reads
     four of the MLP's are split; both norms' outputs, 2 bytes a channel, are whole."""
     config = SHAPE.config
     step = StepShape(8192, 1, 1, "bf16", "none", compiled=False)
-    alone, split = (SHAPE.activations(dataclasses.replace(step, part=Part(tp=tp)), "cuda") for tp in (1, 4))
+    alone, split = (SHAPE.activations(step._replace(part=Part(tp=tp)), "cuda") for tp in (1, 4))
     whole = 8192 * (config.num_layers * 2 + 1) * 2 * config.dim
     assert total(split.saved) == (total(alone.saved) - whole) // 4 + whole
     assert split.backward_bytes == alone.backward_bytes // 4
@@ -147,7 +147,7 @@ def test_a_pipeline_waits_for_the_collectives_of_its_stages_too() -> None:
     assert tp.num_collectives(last[0]) == (4 * 16 + 1, 4 * 16 + 1)
     sent = wire.send(8192 * 4096 * 4 // 2, 8)
     assert idle == pytest.approx(each.forward + each.backward + collectives / 8 + 2 * sent)
-    routed = dataclasses.replace(each, routed_bytes=2**20)
+    routed = each._replace(routed_bytes=2**20)
     layout = Layout(Mesh(pp=2, tp=2, dp_shard=4, ep=4))
     exchanges = ep.exposed_seconds(routed, wire, layout)
     assert pp.exposed_seconds(routed, wire, layout) == pytest.approx(idle + exchanges / 8)
@@ -166,7 +166,7 @@ def test_a_stage_keeps_what_it_has_sent() -> None:
 
 def test_context_parallelism_divides_all_activations() -> None:
     step = StepShape(8192, 1, 1, "bf16", "none", compiled=False)
-    alone, split = (SHAPE.activations(dataclasses.replace(step, part=Part(cp=cp)), "cuda") for cp in (1, 4))
+    alone, split = (SHAPE.activations(step._replace(part=Part(cp=cp)), "cuda") for cp in (1, 4))
     assert total(split.saved) == total(alone.saved) // 4
 
 
@@ -224,7 +224,7 @@ def test_the_cheaper_way_to_exchange_keys_and_values_is_chosen(
     choices, mesh = Choices(1, mode, "bf16"), Mesh(dp_shard=8 // cp, cp=cp)
 
     def candidate(way: Any) -> Candidate:
-        asked = dataclasses.replace(training, context_exchange=way)
+        asked = training._replace(context_exchange=way)
         return Pricer(SHAPE, asked, hardware).candidate("fsdp", mesh, choices, asked=True)
 
     found, ways = candidate("auto"), [candidate(way) for way in ("all_gather", "ring")]
@@ -241,7 +241,7 @@ def test_a_ring_is_chosen_where_what_is_gathered_does_not_fit() -> None:
     training, mesh = Training(2, 2**20, 1000, False, OptimizerCost(8), 1000, None), Mesh(dp_shard=2, cp=16)
 
     def candidate(way: Any, hardware: Hardware) -> Candidate:
-        asked = dataclasses.replace(training, context_exchange=way)
+        asked = training._replace(context_exchange=way)
         choices = Choices(1, "full", "bf16")
         return Pricer(SHAPE, asked, hardware).candidate("fsdp", mesh, choices, asked=True)
 
@@ -260,7 +260,7 @@ def test_updated_slices_are_gathered_from_those_that_have_them() -> None:
     """Ranks of a context group update the same ones (`train/parallel/shard_optimizer.py`), here a node's."""
     wire, passes = Wire(gpus(2, 4)), _passes()
     layout = Layout(Mesh(dp_replicate=2, cp=4), shard_optimizer=True)
-    plain = dataclasses.replace(layout, shard_optimizer=False)
+    plain = layout._replace(shard_optimizer=False)
     gathering = dp_replicate.exposed_seconds(passes, wire, layout)
     gathering -= dp_replicate.exposed_seconds(passes, wire, plain)
     num_bytes = 4 * passes.num_trained_params
@@ -306,11 +306,9 @@ def test_experts_are_gathered_by_who_has_the_same_ones() -> None:
         own = passes(shape, step, hardware)
         experts = 3 * config.num_experts * config.dim * config.ffn_dim
         assert own.expert_params == experts
-        half = passes(shape, dataclasses.replace(step, part=Part(tp=2)), hardware)
+        half = passes(shape, step._replace(part=Part(tp=2)), hardware)
         assert (half.routed_bytes, half.expert_params) == (own.routed_bytes // 2, experts // 2)
-        free = dataclasses.replace(
-            own, block_params=own.block_params - experts, expert_params=0, routed_bytes=0
-        )
+        free = own._replace(block_params=own.block_params - experts, expert_params=0, routed_bytes=0)
         layout = Layout(Mesh(dp_shard=num_ranks, ep=8))
         others = dp_shard.exposed_seconds(free, wire, Layout(Mesh(dp_shard=num_ranks)))
         more = dp_shard.exposed_seconds(own, wire, layout) - others

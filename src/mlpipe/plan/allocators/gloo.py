@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mlpipe.plan.tensors import Moment, RankTensors
 
 
@@ -14,4 +12,4 @@ def with_clones(tensors: RankTensors) -> RankTensors:
     moments = tuple(
         Moment(moment.alive + clone) for moment, clone in zip(tensors.moments, clones, strict=True)
     )
-    return replace(tensors, buffers=tensors.buffers + max(clones), moments=moments)
+    return tensors._replace(buffers=tensors.buffers + max(clones), moments=moments)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from mlpipe._core.pipelines import DEFAULT, Schedule
 from mlpipe.plan.optimizers import OptimizerCost
@@ -14,8 +13,7 @@ from mlpipe.plan.wire import Wire
 from mlpipe.plan.work import Communication, ContextExchange, Mesh
 
 
-@dataclass(frozen=True)
-class Exchanged:
+class Exchanged(NamedTuple):
     """What replicas send of gradients, where that is not the gradients themselves: bytes in all-reduces and
     in all-gathers, each rank's own part. `coded_params`: so many values are read and written to make it.
     `kept_copies`: of the gradients' size, between steps. Of islands, which do so once in many steps: a step's
@@ -30,8 +28,7 @@ class Exchanged:
     elsewhere: bool = False
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How the work lies on the ranks: the mesh and the flags of the TrainPlan, which say there what they
     mean."""
 
@@ -87,8 +84,7 @@ class Layout:
         return self.mesh.world_size if parted else self.num_replicas * self.replica_stride
 
 
-@dataclass(frozen=True)
-class RankWork:
+class RankWork(NamedTuple):
     """What one rank does in a step, of its part of the model. `overlap`: collectives run beside computing,
     which needs a GPU: on CPU both want the same cores."""
 
@@ -130,8 +126,7 @@ class RankWork:
         return total(self.activations.saved) + max(self.activations.logit_bytes, self.rebuilt_bytes)
 
 
-@dataclass(frozen=True)
-class Passes:
+class Passes(NamedTuple):
     """Seconds of one micro-batch on a rank, and what travels. `outside`: embedding, last norm, head and loss;
     `frozen_*`: what of the parameters has no gradients. `width`: bytes of a block's parameter as it travels.
     `stream_bytes`: of the residual stream as matrix products read it, of all tokens of a micro-batch that a
@@ -182,8 +177,7 @@ class Passes:
 
     def of_rows(self, number: int, work_ratio: float) -> Passes:
         """With so many micro-batches, of which each is so much of the work of one that is full."""
-        return replace(
-            self,
+        return self._replace(
             accumulation=number,
             forward_block=work_ratio * self.forward_block,
             backward_block=work_ratio * self.backward_block,

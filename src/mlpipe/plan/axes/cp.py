@@ -4,8 +4,6 @@ same, so they are sharded over these ranks too, and gradients reduced (`Layout.n
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.kernels import copy_seconds
 from mlpipe.plan.tensors import COMPUTE_BYTES, GRADIENT_BYTES, RankTensors
@@ -19,8 +17,8 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     """Besides, what a block's attention has in its backward pass of others' keys and values: alive while the
     activations of that block are."""
     held = _held_bytes(work)
-    moments = tuple(replace(moment, alive=moment.alive + held) for moment in tensors.moments)
-    return replace(tensors, buffers=tensors.buffers + held, moments=moments)
+    moments = tuple(moment._replace(alive=moment.alive + held) for moment in tensors.moments)
+    return tensors._replace(buffers=tensors.buffers + held, moments=moments)
 
 
 def _held_bytes(work: RankWork) -> int:

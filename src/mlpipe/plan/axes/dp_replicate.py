@@ -4,8 +4,6 @@ updated slices are gathered (ZeRO-1)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mlpipe.plan.axes.axis import Exchanged, Layout, Passes, RankWork
 from mlpipe.plan.kernels import copy_seconds
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES, GATHER_BUCKET_BYTES
@@ -20,7 +18,7 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     nothing more; but they live from the first step on, so gradients take no other's place. Updated slices are
     gathered through buffers that hold the model once more, and a slice, when the activations are gone."""
     if work.layout.exchanged_here is not None:
-        tensors = replace(tensors, buffers=tensors.buffers + work.exchange_bytes)
+        tensors = tensors._replace(buffers=tensors.buffers + work.exchange_bytes)
     if work.layout.mesh.dp_shard > 1:  # FSDP reduces over the replicas what it has scattered, in place
         return tensors
     gradients, buffers = total(tensors.gradients), tensors.buffers
@@ -33,7 +31,7 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
         optimizer = work.optimizer_states(num_ranks)
         moments = [Moment(gradients + buffers, all_gathered=min(gathered, GATHER_BUCKET_BYTES))]
     moments.append(Moment(gradients + buffers + work.held_bytes))
-    return replace(tensors, optimizer=optimizer, buffers=buffers, moments=tuple(moments))
+    return tensors._replace(optimizer=optimizer, buffers=buffers, moments=tuple(moments))
 
 
 def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:

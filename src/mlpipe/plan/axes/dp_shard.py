@@ -4,8 +4,6 @@ has used them, so they are gathered once a step."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.kernels import copy_seconds
 from mlpipe.plan.shapes.shape import ParameterCounts
@@ -56,8 +54,7 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
         (width + GRADIENT_BYTES) * (trained.block - absent_trained), GRADIENT_BYTES * trained.outside
     )
     unsent_ratio = 1 - parameters.num_blocks * absent_trained / max(1, trained.total)
-    divided = replace(
-        tensors,
+    divided = tensors._replace(
         parameters=parameters.held(num_ranks, WEIGHT_BYTES) + _shown(work),
         gradients=trained.sharded(num_ranks, GRADIENT_BYTES),
         unsent=_scaled(trained.sharded(1, GRADIENT_BYTES), unsent_ratio) if sends_late else (),
@@ -67,7 +64,7 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     )
     at_once = total(divided.gradients) + total(divided.unsent) + work.held_bytes + divided.buffers
     moments = (Moment(at_once),) if work.overlap else _one_after_another(divided, work)
-    return replace(divided, moments=moments)
+    return divided._replace(moments=moments)
 
 
 def shown_bytes(parameters: ParameterCounts, width: int) -> int:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.tensors import COMPUTE_BYTES, RankTensors
 from mlpipe.plan.wire import Wire
@@ -19,8 +17,8 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
         return tensors
     num_blocks = work.parameters.num_blocks if step.checkpointing == "none" else 1
     more = COMPUTE_BYTES[step.precision] * num_blocks * work.expert_params // mesh.ep
-    moments = tuple(replace(moment, alive=moment.alive + more) for moment in tensors.moments)
-    return replace(tensors, buffers=tensors.buffers + more, moments=moments)
+    moments = tuple(moment._replace(alive=moment.alive + more) for moment in tensors.moments)
+    return tensors._replace(buffers=tensors.buffers + more, moments=moments)
 
 
 def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:

@@ -4,8 +4,6 @@ comes, and when the last one is gone, it is idle."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mlpipe.plan.axes import by_name
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.pipelining import Held, bubble_passes, held, num_transfers
@@ -30,9 +28,8 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     bucket = 0
     if layout.num_replicas > 1 and layout.mesh.dp_shard == 1:
         bucket = min(GATHER_BUCKET_BYTES, total(tensors.gradients))
-    moments = tuple(replace(moment, alive=moment.alive + more + bucket) for moment in tensors.moments)
-    return replace(
-        tensors,
+    moments = tuple(moment._replace(alive=moment.alive + more + bucket) for moment in tensors.moments)
+    return tensors._replace(
         saved=tuple(saved),
         activation_bytes=tensors.activation_bytes + more,
         buffers=tensors.buffers + bucket,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from mlpipe._core.errors import PlanError
@@ -71,7 +71,7 @@ class Frozen:
             block_matrices=_counted(matrices),
             stacks=stacks(self.whole.config, self.trained),
         )
-        return replace(whole, trained_only=trained)
+        return whole._replace(trained_only=trained)
 
     @property
     def widths(self) -> Mapping[str, int]:
@@ -101,7 +101,7 @@ class Frozen:
         has_head = has_table if config.tied else "lm_head.weight" in names
         below = lowest < config.num_layers or "norm.weight" in names
         outside = head * (below + has_head) / 2 + (seconds.backward_outside - head) * has_table
-        return replace(seconds, backward_block=block, backward_outside=outside)
+        return seconds._replace(backward_block=block, backward_outside=outside)
 
 
 def _block_matrices(tensors: Iterable[Named]) -> int:
@@ -164,8 +164,7 @@ class Adapted(Frozen):
         matrices = tuple(one for one in added if one[1] > 1)
         block = max(by_block.values())
         own = ParameterCounts(by_block.total(), block, 0, whole.num_blocks, added, matrices)
-        return replace(
-            whole,
+        return whole._replace(
             total=whole.total + own.total,
             block=whole.block + block,
             tensors=_together(whole.tensors, added),
@@ -205,7 +204,7 @@ class Adapted(Frozen):
         size = step.num_tokens * width * columns
         saved = (*activations.saved, Tensors(size, number))
         backward_bytes = activations.backward_bytes + self._spelled_out_bytes(step)
-        return replace(activations, saved=saved, backward_bytes=backward_bytes)
+        return activations._replace(saved=saved, backward_bytes=backward_bytes)
 
     def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
         """Besides, two small products for each target, and twice as many in the backward pass; with DoRA a
@@ -216,8 +215,7 @@ class Adapted(Frozen):
         lengths = sum(kernels.matmul(one.rows, one.columns, self.rank) for one in self._targets if self.dora)
         spelled = self._spelled_out_seconds(step, kernels)
         again = spelled if step.checkpointing != "none" else 0.0
-        return replace(
-            seconds,
+        return seconds._replace(
             forward_block=seconds.forward_block + each + lengths / num_layers + spelled,
             backward_block=seconds.backward_block + 2 * each + spelled + again,
         )

@@ -8,16 +8,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.tensors import Group, Tensors, total
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What of a model one rank computes, and of which tokens. `tp`: each matrix product, head and vocabulary
     is split into so many, the residual stream by its tokens (sequence parallelism). `cp`: each sequence is.
     `num_blocks`: of its pipeline stage; None: all. `is_first`, `is_last`: whether the stage has the
@@ -35,8 +33,7 @@ class Part:
     ep: int = 1
 
 
-@dataclass(frozen=True)
-class ParameterCounts:
+class ParameterCounts(NamedTuple):
     """A model in numbers of parameters: in all, of its largest block, and of all that is in no block
     (embedding, last norm, head). `tensors`: rows, parameters a row, and how many such tensors there are;
     `block_matrices`: of these the blocks' matrices, of two dims. `trained_only`: the same of those that are
@@ -103,7 +100,7 @@ class ParameterCounts:
         if part == Part(cp=part.cp, ep=part.ep):
             return self
         trained = None if self.trained_only is None else _trained_of_part(self.trained_only, part)
-        return replace(_of_part(self, part), trained_only=trained)
+        return _of_part(self, part)._replace(trained_only=trained)
 
 
 @lru_cache(maxsize=256)
@@ -179,8 +176,7 @@ def _sharded(tensors: tuple[tuple[int, int, int], ...], num_ranks: int, width_by
     )
 
 
-@dataclass(frozen=True)
-class StepShape:
+class StepShape(NamedTuple):
     """What one rank computes in a step: `accumulation` times forward and backward over a micro-batch of
     `micro_batch` samples of `seq_len` tokens (gradient accumulation), or its `part` of that."""
 
@@ -201,8 +197,7 @@ class StepShape:
         return self.micro_batch * self.seq_len // self.part.cp
 
 
-@dataclass(frozen=True)
-class Activations:
+class Activations(NamedTuple):
     """Of one micro-batch. `saved`: what autograd keeps for the backward pass. `rebuilt`: of those, what
     recomputation brings back of one block. `backward_bytes`: the most that a block's backward pass makes
     besides. `made`: all tensors that the passes make, for an allocator to which each of them costs time.
@@ -221,8 +216,7 @@ class Activations:
     put_off_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class PassSeconds:
+class PassSeconds(NamedTuple):
     """Of one micro-batch: of a block, and of all that is in none (embedding, last norm, head and loss).
     Backward passes with what they compute again. `attention`: of a block's forward pass; 0 where nobody
     knows."""
