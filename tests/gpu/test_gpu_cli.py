@@ -115,6 +115,7 @@ def test_the_quickstart_trains_evaluates_promotes_and_exports_in_bf16(cli: Cli):
                     "steps": 30,
                     "precision": "bf16",
                     "checkpoint": {"every": "10 steps", "keep": 2},
+                    "validate": {"every": "10 steps"},
                 },
                 "resources": resources(),
             },
@@ -183,8 +184,11 @@ def found_by_doctor(cli: Cli) -> str:
 
 
 def test_after_kill_9_the_losses_are_those_of_a_run_that_nobody_killed(cli: Cli):
-    """To the bit, from the checkpoint on; the rank is killed after step 17, and starts once more."""
-    common = {"steps": 25, "deterministic": True, "checkpoint": {"every": "5 steps"}}
+    """To the bit, from the checkpoint on; the rank is killed after step 17, and starts once more. Its samples
+    are read by forks of it, made when it has the device."""
+    own = {"entry": "kit.own_data:texts", "collate": "kit.own_data:padded"}
+    data = {**own, "batch_size": 8, "workers": 2}
+    common = {"steps": 25, "deterministic": True, "checkpoint": {"every": "5 steps"}, "data": data}
     write_training(cli, resources(), **common)
     cli("run", "pipeline.yaml", "--run-id", "whole")
     kill = {"entry": "kit.heard:Kills", "args": {"rank": 0, "step": 17}, "ranks": "all"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,3 +84,17 @@ def test_the_fused_loss_is_the_chunked_one(monkeypatch, dtype):
     assert total.dtype == torch.float32
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(logits.grad, expected_grad, rtol=2**-7, atol=1e-7)
+
+
+def test_rows_of_any_number_are_compiled_twice(monkeypatch):
+    """As they come of packed samples: dynamo gives up on a function of which it has made eight graphs."""
+    counters = torch._dynamo.utils.counters
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(loss, "_compiled", cache(loss._compiled.__wrapped__))
+    torch._dynamo.reset()
+    counters.clear()
+    logits, targets = problem(torch.float32)
+    for number in range(30, 50):
+        total, _ = cross_entropy_sum(logits[:, :number], targets[:, :number], fused=True)
+        total.backward()
+    assert counters["stats"]["unique_graphs"] == 4  # of the loss and of its gradient

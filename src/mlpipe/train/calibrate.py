@@ -36,6 +36,7 @@ from mlpipe.store.open import open_store
 from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.measure import reference_passes
 from mlpipe.train.model import LossModule
+from mlpipe.train.models.attention import causal_attention
 from mlpipe.train.models.llama import Llama, RMSNorm, rope_tables, rotate
 from mlpipe.train.precision import DTYPES
 from mlpipe.train.stop import die_with_parent
@@ -180,7 +181,7 @@ class Bench:
 
         def work() -> None:
             qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))
-            y = F.scaled_dot_product_attention(qh, kh, vh, is_causal=True, enable_gqa=True)
+            y = causal_attention(qh, kh, vh)
             torch.autograd.grad(y.transpose(1, 2), (q, k, v), grad)
 
         flops = 2.0 * self.batch * config.num_heads * config.head_dim * self.seq_len**2

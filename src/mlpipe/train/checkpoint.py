@@ -188,9 +188,12 @@ class Checkpointer:
         """Copies this rank's share into one reused host buffer per kind of tensor."""
         mine = share(tensors)
         staged = []
-        # Of the tensors' device by name: a new thread's current device is the first, whatever the rank's is.
         device = next((item.local.device for item in tensors if item.local.is_cuda), None)
-        stream = torch.cuda.Stream(device) if ready is not None else None
+        stream = None
+        if device is not None:
+            # A new thread's is the first, whatever the rank's is: leaving a stream makes a context there.
+            torch.cuda.set_device(device)
+            stream = torch.cuda.Stream(device)
         for kind in ("model", "optim"):
             items = [item for item in mine if item.name.startswith(f"{kind}.")]
             if not items:

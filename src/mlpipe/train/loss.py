@@ -70,7 +70,9 @@ def fused_gradient(logits_NV: Tensor, targets_N: Tensor, log_sums_N: Tensor, fac
 
 @cache
 def _compiled() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
-    return torch.compile(fused_loss, dynamic=False), torch.compile(fused_gradient, dynamic=False)
+    """A second number of rows makes one for any number of it: those of packed samples differ in each
+    microbatch, and after eight numbers dynamo would compile no more."""
+    return torch.compile(fused_loss), torch.compile(fused_gradient)
 
 
 def loss_of_rows(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from mlpipe._core.units import format_bytes
 from mlpipe.plan.work import TrainPlan
 
 CAUSE = "out_of_memory"  # of an outcome
-_WORDS = "CUDA error: out of memory|DefaultCPUAllocator: (can't|not enough) "
+_WORDS = "CUDA error: (out of memory|CUBLAS_STATUS_ALLOC_FAILED)|DefaultCPUAllocator: (can't|not enough) "
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ B batch, 1 here · T tokens of the row · N samples in it · H query heads · K 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Documents:
         """Causal, within each sample: (B, H, T, C). On CUDA in one kernel, but for fp32 and odd widths, which
         it does not take; else sample by sample, twice as fast on a CPU as a mask over the whole row."""
         if q_BHTC.is_cuda and q_BHTC.dtype != torch.float32 and not q_BHTC.shape[-1] % 8:
+            from torch.nn.attention import SDPBackend, sdpa_kernel
             from torch.nn.attention.varlen import varlen_attn
 
             q_THC, k_TKC, v_TKC = (x[0].transpose(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
@@ -41,7 +43,10 @@ class Documents:
             # torch 2.11 shares heads unasked, and knows no word for it
             grouped = q_BHTC.shape[1] != k_BKTC.shape[1]
             asked: dict[str, Any] = {_GQA: grouped} if _GQA in varlen_attn.__kwdefaults__ else {}
-            y_THC: Any = varlen_attn(q_THC, k_TKC, v_TKC, *borders, window_size=(-1, 0), **asked)
+            # cuDNN's, which torch 2.15 takes on Hopper, adds gradients in any order
+            exact = torch.are_deterministic_algorithms_enabled()
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if exact else nullcontext():
+                y_THC: Any = varlen_attn(q_THC, k_TKC, v_TKC, *borders, window_size=(-1, 0), **asked)
             return y_THC.transpose(0, 1)[None]
         if self.lengths is None:
             self.lengths = self.lengths_N.tolist()

@@ -327,6 +327,8 @@ class _Part:
         island's weights."""
         for unsent, left in self._left:
             unsent.copy_(left)
+            if left.is_cuda:  # made in the sender's stream, which might take its memory again too early
+                left.record_stream(torch.cuda.current_stream(left.device))
         self._left = []
         momentum, steps = self.plan.outer_momentum, mean
         if momentum:

@@ -64,6 +64,10 @@ class Sender:
         return answer
 
     def _serve(self) -> None:
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        stream = None
+        if self._device.type == "cuda":
+            # the thread's is the first: to leave a stream would make a context there
+            torch.cuda.set_device(self._device)
+            stream = torch.cuda.Stream(self._device)
         while True:
             self._queue.get().run(stream)

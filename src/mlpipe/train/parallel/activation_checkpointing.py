@@ -34,7 +34,8 @@ SAC_IGNORED_OPS |= {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 }
-_OF_CONTEXT = "mlpipe::context_attention"  # of train/parallel/context_attention.py, imported only under cp
+# Of parallel/context_attention.py and models/documents.py, which are imported only where they are needed.
+_ATTENTION_BY_NAME = {"mlpipe::context_attention", "torch_attn::_varlen_attn"}
 
 
 def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
@@ -92,7 +93,7 @@ def _selective_contexts() -> Any:
     num_matmuls = {"forward": 0, "recompute": 0}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _ATTENTION or op.name() == _OF_CONTEXT:
+        if op in _ATTENTION or op.name() in _ATTENTION_BY_NAME:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMULS:
             phase = "recompute" if ctx.is_recompute else "forward"

@@ -41,7 +41,8 @@ class PeerMemory(SharedMemory):
         self.device = device
         self._handles: dict[tuple[str, int], Any] = {}
         self._stream = torch.cuda.Stream(device)
-        self._thread = ThreadPoolExecutor(1, "mlpipe-push")
+        # a thread's device is the first: to leave a stream would make a context there
+        self._thread = ThreadPoolExecutor(1, "mlpipe-push", torch.cuda.set_device, (device,))
         self._waiting: deque[Future[None]] = deque()
 
     def push(self, unit: int, gradients: Tensor) -> None:
