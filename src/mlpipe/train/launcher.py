@@ -162,7 +162,7 @@ class Launcher:
         except StoreError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
             return exit_code or EXIT_CODES[error.kind]
-        if self.plan.launch.num_nodes > 1 and (ended.kind == "infrastructure" or "waiting" in ended.details):
+        if self.plan.launch.num_nodes > 1 and not _is_to_blame(ended):
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code
 
@@ -387,6 +387,7 @@ class Launcher:
                 message=f"torchrun was killed by {how}",
                 hint="out of memory? look at the kernel's log",
                 time=time.time(),
+                killed_here=True,
             )
         return _failure(torchrun_log, [worker for worker in ended if worker.outcome == "failed"], restarts)
 
@@ -457,6 +458,13 @@ def _cancelled(words: str) -> Outcome:
     return Outcome("failed", kind="cancelled", message=words, time=time.time())
 
 
+def _is_to_blame(ended: Outcome) -> bool:
+    """Whether this node knows that it is the cause, and not another one that it lost or waits for."""
+    if "waiting" in ended.details:
+        return False
+    return ended.kind != "infrastructure" or ended.killed_here
+
+
 def _exit_code(ended: Outcome) -> int:
     if ended.outcome == "saved":
         return SAVED_CODE
@@ -485,6 +493,7 @@ def _failure(torchrun_log: str, failed: list[Outcome], restarts: int) -> Outcome
                 if crashed
                 else "out of memory? look at the kernel's log; `mlpipe plan` says what it needs",
                 time=time.time(),
+                killed_here=name != "SIGTERM",  # which is torchrun's, to the peers of one that failed
             )
         if not failed:
             return Outcome(

@@ -24,7 +24,7 @@ from mlpipe.train import debugger
 class Outcome:
     """`outcome`: "done", "saved" (on a signal, before the last step) or "failed". `cause`, besides `kind`:
     "not_finite", "hang", "out_of_memory" or `store/outcome.py`'s NODE_FAULT, which are told apart from other
-    failures."""
+    failures. `killed_here`: a signal ended a process of this node."""
 
     outcome: str
     step: int = 0
@@ -37,6 +37,7 @@ class Outcome:
     time: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
     cause: str | None = None
+    killed_here: bool = False
 
 
 def failed(error: BaseException, *, rank: int, step: int) -> Outcome:
