@@ -52,12 +52,9 @@ class CliSession:
     def result(self, document: Any, text: str, *, as_it_is: bool = False) -> None:
         """The answer of the verb: `document` under `--output json`, else `text`. `as_it_is`: a file or a pipe
         gets every sign of it; a terminal would obey some."""
-        if self.json:
-            text = json.dumps(document, indent=2)
-        elif as_it_is and not sys.stdout.isatty():
-            click.echo(text, color=True)
-            return
-        click.echo(printable(text), color=self._colour(sys.stdout))
+        exactly = as_it_is and not sys.stdout.isatty()
+        shown = json.dumps(document, indent=2) if self.json else text if exactly else printable(text)
+        click.echo(shown, color=exactly or self._colour(sys.stdout))
 
     def note(self, text: str) -> None:
         """A line for a person who watches; dropped by `--quiet`."""

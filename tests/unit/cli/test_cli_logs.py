@@ -217,3 +217,6 @@ def test_a_document_goes_into_a_file_as_it_is_and_no_terminal_obeys_it(monkeypat
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     session.result({}, text, as_it_is=True)
     assert capsysbinary.readouterr().out == b"a: \\rb \\u202e \x1b[31mred\\x1b[2J\n"
+    session.json = True
+    session.result({"a": "\x7f"}, text)
+    assert json.loads(capsysbinary.readouterr().out) == {"a": "\x7f"}
