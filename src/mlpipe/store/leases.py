@@ -87,9 +87,11 @@ def lease_is_live(lease: Lease | None) -> bool:
 
 
 def is_over_by_clock(lease: Lease) -> bool:
-    """Whether it ended so lately that its holder may be alive, on a machine whose clock is another one."""
-    late = time.time() - lease.expires
-    return 0 < late < _CLOCKS_SECONDS and is_alive(_process(lease)) is None
+    """Whether it ended so lately that its holder may be alive, on a machine whose clock is another one, or on
+    this one, whose clock has jumped."""
+    late, alive = time.time() - lease.expires, is_alive(_process(lease))
+    may_renew = alive is None or (alive and lease.pid != os.getpid())
+    return 0 < late < _CLOCKS_SECONDS and may_renew
 
 
 def _process(lease: Lease) -> ProcessId:
