@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     metavar="SHA256:SHA256",
     help="As the driver's Job does: refuse a run whose pipeline.yaml or overrides have other digests.",
 )
+@click.option("--seen", type=int, hidden=True)  # of a detached driver, see `submit/detach.py`
 @shared
 @click.pass_obj
 def command(
@@ -61,6 +62,7 @@ def command(
     here: bool,
     trust_store: bool,
     seal: str | None,
+    seen: int | None,
 ) -> int:
     """Go on with a run that was stopped, failed, or lost its driver.
 
@@ -86,6 +88,8 @@ def command(
             options = DriveOptions(stage, for_followers=stage is not None, digests=seal)
             return foreground.drive_for_backend(session, store, run_id, options)
         run = runs.read_run(store, run_id)
+        if sweeps.is_sweep(run) and run.state in runs.RUN_ENDED and seen not in (None, run.seq):
+            return 0  # it was cancelled before its controller began
         if sweeps.is_sweep(run):
             return _resume_sweep(session, store, run_id, bool(changes or stage or here), trust_store)
         if not trust_store and (run.state != "done" or changes) and kept(store, run_id) is None:
@@ -94,7 +98,7 @@ def command(
                 f"(mlpipe spec {run_id} shows it)"
             )
         backend = backends.of_run(run)
-        options = DriveOptions(stage, for_followers, changes, trust_store=trust_store)
+        options = DriveOptions(stage, for_followers, changes, trust_store=trust_store, seen=seen)
         if not backend.has_own_driver:
             return foreground.drive_here(session, store, run_id, options)
         if here and changes:

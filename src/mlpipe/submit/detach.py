@@ -33,9 +33,11 @@ def working_folder(run: RunState) -> str:
     return folder
 
 
-def driver_argv(store_url: str, run_id: str, only: str | None = None) -> list[str]:
-    """What is started, and what `--dry-run` prints."""
+def driver_argv(store_url: str, run_id: str, only: str | None = None, *, seen: int = 1) -> list[str]:
+    """What is started, and what `--dry-run` prints. `seen`: the transition of the run that it is for; that of
+    a new one is the first."""
     argv = [sys.executable, "-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--debug"]
+    argv += ["--seen", str(seen)]
     return [*argv, "--stage", only, "--here"] if only else argv
 
 
@@ -62,11 +64,12 @@ def detach_unless_driven(store: Store, run_id: str) -> None:
 def detach(store: Store, run_id: str, only: str | None = None) -> None:
     """Returns when the driver has taken the run. Raises SubmitError with its last words if it has not."""
     run = runs.read_run(store, run_id, known=True)
+    seen = run.seq
     log = driver_log(store, run_id)
     log.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(_open_log(log), "ab") as out:
         process = subprocess.Popen(
-            driver_argv(store.url, run_id, only),
+            driver_argv(store.url, run_id, only, seen=seen),
             cwd=working_folder(run),
             env={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
             stdin=subprocess.DEVNULL,
@@ -81,8 +84,9 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
         if run.driver is not None and run.driver.pid == process.pid:
             return
         if code is not None:
-            if code == 0 or run.state == "done" or leases.lease_is_live(run.driver):
-                return  # nothing was left to do, it was done within a blink, or another driver does it
+            has_ended = run.state == "done" or (run.state in runs.RUN_ENDED and run.seq != seen)
+            if code == 0 or has_ended or leases.lease_is_live(run.driver):
+                return  # nothing was left to do, it ended within a blink, or another driver does it
             words = log.read_text(errors="replace").rpartition("error: ")[2].strip()
             kind = next((kind for kind, known in EXIT_CODES.items() if known == code), None)
             raise SubmitError(f"the driver ended at once: {words}", where=str(log), kind=kind)

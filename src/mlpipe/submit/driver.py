@@ -35,13 +35,14 @@ class DriveOptions:
     """What of the run is driven. `only`: that stage, and others that are asked for meanwhile, see
     `store/wanted.py`. `for_followers`: they have asked; without any who still does, or where another driver
     is alive, which hears them as well, nothing is done. `digests`, `trust_store`: what the run is, see
-    `seal.verified`."""
+    `seal.verified`. `seen`: the transition of the run (`seq`) for which this driver was started."""
 
     only: str | None = None
     for_followers: bool = False
     changes: Changes = NONE
     digests: str | None = None
     trust_store: bool = False
+    seen: int | None = None
 
 
 def drive(
@@ -63,6 +64,8 @@ def drive(
     former = runs.read_run(store, run_id)
     if former.state == "done" and not changes:
         return former
+    if former.state in runs.RUN_ENDED and options.seen not in (None, former.seq):
+        return former  # it was cancelled before we began
     sealed = seal.verified(store, former, digests=options.digests, trust_store=options.trust_store)
     prepared = prepare(store, former, sealed, changes, only)
     if only is not None and not options.for_followers:

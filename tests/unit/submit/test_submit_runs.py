@@ -26,6 +26,7 @@ from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
 from mlpipe.submit import backends, detach, driver, held_lease, process
+from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease
 
 pytestmark = pytest.mark.unit
@@ -457,7 +458,7 @@ def test_who_submits_a_run_second_at_once_leaves_it_to_the_first(tmp_path, monke
     store = FolderStore(tmp_path / "store")
     runs.create_run(store, "r", "version: 1\n", "d", ["a"], "local", {"folder": str(tmp_path)})
 
-    def argv(*_: object) -> list[str]:
+    def argv(*_: object, seen: int) -> list[str]:
         if not is_first:
             other = runs.Lease("other", "elsewhere", 1, time.time() + 600, "another", 1)
             runs.update_run(store, "r", lambda run: replace(run, driver=other))
@@ -515,6 +516,23 @@ def test_a_driver_whose_clock_is_another_one_is_not_driven_out(tmp_path, monkeyp
             with HeldLease(store, "r") as held:
                 assert runs.read_run(store, "r").driver.holder == held.holder
             assert (sum(passes.pauses) > 10) == (late in (100, 3590))
+
+
+def test_a_run_that_is_cancelled_before_its_driver_begins_is_not_begun(tmp_path, monkeypatch):
+    """`submit` starts the driver as `mlpipe resume`: it went on with what `cancel` had said is cancelled."""
+    store = FolderStore(tmp_path)
+    runs.create_run(store, "r", "version: 1\n", "d", ["a"], "local", {"folder": str(tmp_path)})
+    started: list[int] = []
+
+    def argv(*_: object, seen: int) -> list[str]:
+        driver.cancel(store, "r", "asked to", timeout_seconds=5)
+        started.append(seen)
+        return ["sh", "-c", "exit 5"]
+
+    monkeypatch.setattr(detach, "driver_argv", argv)
+    detach.detach(store, "r")
+    ended = driver.drive(store, "r", driver.DriveOptions(seen=started[0]), stop=StopRequest())
+    assert (ended.state, started) == ("cancelled", [1])
 
 
 def test_a_run_that_ends_while_it_is_cancelled_stays_as_it_ended(tmp_path, monkeypatch):
