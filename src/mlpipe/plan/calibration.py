@@ -8,18 +8,35 @@ the machine unasked (`machine.py`).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.files import write_whole
 from mlpipe._core.load import Load
-from mlpipe._core.serial import from_plain, to_json
+from mlpipe._core.serial import from_json, leaves, to_json, to_plain
 from mlpipe.plan.speed import Measured, Speed
 
 SCHEMA_VERSION = 1
+_LEAST, _MOST = 1e-15, 1e21  # of any figure; beyond them nothing was measured, and arithmetic may not end
+_MAY_BE_NONE = frozenset(
+    (
+        "large_bytes_per_second",
+        "passes_seconds",
+        "kernel_seconds",
+        "link_bytes_per_second",
+        "collective_seconds",
+        "store_bytes_per_second",
+        "gather_bytes_per_second",
+        "scatter_bytes_per_second",
+        "new_tensor_seconds",
+        "others_ratio",
+        "steal_ratio",
+        "pressure_ratio",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -85,13 +102,31 @@ def load(path: str | Path) -> Calibration:
     """Raises PlanError."""
     hint = "write it with `mlpipe calibrate --out FILE`"
     try:
-        data = json.loads(Path(path).read_bytes())
-        calibration = from_plain(Calibration, data)
+        calibration = from_json(Calibration, Path(path).read_bytes())
+        _check(calibration)
     except (OSError, ValueError) as error:
         raise PlanError(f"not a calibration: {error}", where=str(path), hint=hint) from None
     if calibration.schema_version != SCHEMA_VERSION or not calibration.ranks:
         raise PlanError("a calibration of another version, or of nothing", where=str(path), hint=hint)
     return calibration
+
+
+def _check(calibration: Calibration) -> None:
+    """Raises ValueError for what nobody has measured."""
+    for path, figure in leaves(to_plain(calibration)).items():
+        is_none = figure == 0 and path.rpartition(".")[2] in _MAY_BE_NONE
+        if isinstance(figure, float | int) and not (is_none or _LEAST <= figure <= _MOST):
+            raise ValueError(f"{path} is {figure:g}")
+    for number, measured in calibration.ranks.items():
+        if not (number.isascii() and number.isdecimal() and len(number) < 7):
+            raise ValueError(f"ranks.{number[:20]} is no number of ranks")
+        for name, rates in measured.kernels.items():
+            points = rates.matmul_points
+            good = points and all(len(point) == 2 and min(point) >= _LEAST for point in points)
+            if not good or any(low[0] > high[0] for low, high in pairwise(points)) or points[-1][0] > _MOST:
+                raise ValueError(f"ranks.{number}.kernels.{name}.matmul_points are none")
+            if max(ratio for _, ratio in points) > _MOST:
+                raise ValueError(f"ranks.{number}.kernels.{name}.matmul_points are none")
 
 
 def save(path: str | Path, calibration: Calibration) -> None:

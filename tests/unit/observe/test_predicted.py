@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 from kit.synthetic_run import Life, stage_state, write_run, write_train_stage
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.serial import to_json
 from mlpipe.cli.calibrate import command as calibrate
 from mlpipe.cli.session import CliSession
 from mlpipe.observe.exporter import Fleet
@@ -204,7 +206,25 @@ def test_points_between_the_measured_ones(tmp_path: Path) -> None:
     assert speed.matmul_ratio("fp32", 1e7) == pytest.approx(0.375)
     assert speed.matmul_ratio("fp32", 1e12) == 1.0
     assert calibration().speed(1, CPU_CORE).link_bytes_per_second == 1e9  # of the nearest with a link
-    for bad in ("{", "[]", '{"schema_version": 9, "name": "x", "device": "cpu", "ranks": {}, "runs": []}'):
+    sound = to_json(calibration(Compared("r", "train", 1e9, 3e9, 1.0, 5.0)))
+    lies = [
+        re.sub(rf'"{name}": [^,\n]+', f'"{name}": {figure}', sound, count=1)
+        for name in (
+            "peak_flops",
+            "memory_bytes_per_second",
+            "link_bytes_per_second",
+            "predicted_step_seconds",
+        )
+        for figure in ("-1", "1e300", "1e-300", "NaN", "9" * 400)
+    ]
+    lies += [sound.replace('"predicted_step_seconds": 1.0', '"predicted_step_seconds": 0.0')]
+    lies += [re.sub(r'"matmul_points": \[.*?\n {10}\]', f'"matmul_points": {points}', sound, flags=re.DOTALL)
+             for points in ("[]", "[[1.0]]", "[[1e9, 0.5], [1e6, 1.0]]", "[[0.0, 1.0]]")]  # fmt: skip
+    lies += [sound.replace('"1": {', f'"{ranks}": {{', 1) for ranks in ("x", "-1", "9" * 5000)]
+    assert sound not in lies
+    for bad in (
+        "{", "[]", '{"schema_version": 9, "name": "x", "device": "cpu", "ranks": {}, "runs": []}', *lies,
+    ):  # fmt: skip
         (tmp_path / "bad.json").write_text(bad)
         with pytest.raises(PlanError) as caught:
             load(tmp_path / "bad.json")

@@ -32,7 +32,7 @@ from mlpipe.plan.shapes.dense import Dense, traffic_block, traffic_by_width
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES
 from mlpipe.plan.speed import KernelRates
-from mlpipe.plan.strategies import ORDER
+from mlpipe.plan.strategies import ORDER, hsdp
 from mlpipe.plan.time import offload_seconds, passes, save_seconds
 from mlpipe.plan.training import compare
 from mlpipe.plan.wire import Wire
@@ -183,6 +183,8 @@ def test_each_candidate_says_why_it_was_not_chosen() -> None:
 
 
 def test_meshes_of_hsdp_within_and_across_nodes() -> None:
+    assert len(hsdp.meshes(99_999, 99_999)) == 21  # at once: these are 10^10 GPUs
+    assert [mesh.dp_shard for mesh in hsdp.meshes(6, 4) if isinstance(mesh, Mesh)] == [4, 2, 8, 12]
     shards = {c.mesh.dp_shard for c in of(compare(llm(), "train", gpus(num_nodes=4)), "hsdp") if c.mesh}
     assert shards == {2, 4, 8, 16}
     assert {c.mesh for c in of(compare(llm(), "train", gpus()), "hsdp")} == {None}

@@ -16,8 +16,7 @@ def meshes(num_nodes: int, devices_per_node: int) -> list[Mesh] | str:
             f"hsdp shards within nodes and copies across them; {num_nodes} x {devices_per_node} has not both"
         )
     world, per_node = num_nodes * devices_per_node, devices_per_node
-    fitting = [
-        n for n in range(2, world // 2 + 1) if world % n == 0 and (n % per_node == 0 or per_node % n == 0)
-    ]
-    sizes = [per_node, *(n for n in fitting if n != per_node)]
+    within = [n for n in range(2, per_node) if per_node % n == 0]
+    several = [n * per_node for n in range(2, num_nodes // 2 + 1) if num_nodes % n == 0]
+    sizes = [per_node, *within, *several]
     return [Mesh(dp_replicate=world // n, dp_shard=n) for n in sizes]
