@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import sys
@@ -9,10 +10,20 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from kit import run_ids
 from kit.cluster import ServerMissingError, cluster
 from kit.cluster_control import api_server
 from kit.place import BUCKET, Place
 from kit.undisturbed import Hold, Undisturbed
+
+
+@pytest.fixture(autouse=True)
+def _claims(tmp_path_factory, monkeypatch):
+    """All processes of the session see who has which run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "run-ids"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(run_ids, "folder", folder)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import pytest
 from kit import meet, meet_jax, processes
 from kit.command_runs import Cli, until
 from kit.place import training
+from kit.run_ids import claim_named
 from kit.servers import ServerMissingError
 from kit.slurm import Slurm, slurm
 from kit.undisturbed import Hold, Undisturbed, check_processes, last_digest, losses, ranks, workers_of
@@ -38,6 +39,7 @@ class Login(Cli):
         self.env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        claim_named(arguments)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         argv = self.cluster.argv([sys.executable, "-m", "mlpipe.cli", *arguments], self.folder)
         return subprocess.Popen(argv, env=self.env, text=True, **{**pipes, **options})
@@ -143,18 +145,18 @@ def test_what_slurm_refuses_leaves_no_run_and_what_waits_says_why(person, tmp_pa
     stage = {"name": "c", "command": ["true"], "resources": {"cpus": 1}}
     document = {"version": 1, "name": "c", "stages": [stage], "slurm": {"partition": "nowhere"}}
     path.write_text(json.dumps(document))
-    said = person("submit", str(path), "--to", "slurm", "--run-id", "refused", code=2).stderr
+    said = person("submit", str(path), "--to", "slurm", "--run-id", "nowhere", code=2).stderr
     assert "slurm.partition" in said
-    assert not (person.store / "runs" / "refused").exists()
+    assert not (person.store / "runs" / "nowhere").exists()
     document["slurm"] = {"options": {"begin-not": "x"}}
     path.write_text(json.dumps(document))
     assert "slurm.options" in person("submit", str(path), "--to", "slurm", code=2).stderr
     document["slurm"] = {"partition": "short", "time": "20 min"}
     path.write_text(json.dumps(document))
-    person.submit(path, "waits")
-    person.until_note("waits", "slurm.time", "c")
-    assert person.json("cancel", "waits")["state"] == "cancelled"
-    assert "waits" not in person.cluster.run("squeue", "--noheader", "--format=%j")
+    person.submit(path, "too-long")
+    person.until_note("too-long", "slurm.time", "c")
+    assert person.json("cancel", "too-long")["state"] == "cancelled"
+    assert "too-long" not in person.cluster.run("squeue", "--noheader", "--format=%j")
 
 
 def test_a_node_that_does_not_pass_the_preflight_is_left_out_of_the_next_attempt(person, hold, tmp_path):
@@ -167,16 +169,16 @@ def test_a_node_that_does_not_pass_the_preflight_is_left_out_of_the_next_attempt
     path = tmp_path / "preflight.json"
     path.write_text(json.dumps(document | {"stages": [training(hold.model, resources)]}))
     try:
-        person.submit(path, "checked", "--wait")
+        person.submit(path, "preflight", "--wait")
     finally:
         person.cluster.slow_down("n2", "10gbit")
-    first, second = (f"runs/checked/stages/train/attempt-{number}" for number in (1, 2))
+    first, second = (f"runs/preflight/stages/train/attempt-{number}" for number in (1, 2))
     pairs = read_checked(person.there, first).pairs
     assert [pair[:2] for pair in pairs] == [("n1", "n2")]
     assert "their link has 0." in pairs[0][2]
     assert json.loads(person.there.get(f"{second}/plan.json"))["launch"]["avoid"] == ["n2"]
     assert set(read_checked(person.there, second).nodes) == {"n1", "n3"}
-    assert runs.read_run(person.there, "checked").stages["train"].state == "done"
+    assert runs.read_run(person.there, "preflight").stages["train"].state == "done"
 
 
 def test_of_groups_of_machines_a_cancel_saves_and_one_by_hand_is_a_cancel_too(
@@ -193,31 +195,31 @@ def test_of_groups_of_machines_a_cancel_saves_and_one_by_hand_is_a_cancel_too(
     mixed = person.folder / "mixed.json"
     mixed.write_text(json.dumps(document))
     with hold:
-        person.submit(mixed, "cancelled")
-        person.until_step("cancelled", 1)
-        job = person.job("cancelled")
+        person.submit(mixed, "mixed")
+        person.until_step("mixed", 1)
+        job = person.job("mixed")
         person.cluster.run("scancel", "--batch", "--signal=USR1", job)  # as before the limit
         until(lambda: person.restarts(job) == 1, "its second start")
-        first = person.last_saved("cancelled")
+        first = person.last_saved("mixed")
         assert first >= 1
-        person.until_step("cancelled", first + 1)
-        assert person.json("cancel", "cancelled")["state"] == "cancelled"
-        first = person.last_saved("cancelled")
-        resumed = person.start("resume", "cancelled")
-        person.until_step("cancelled", first + 1, attempt=2)
-        person.cluster.run("scancel", person.job("cancelled"))  # every process is signalled: no rank saves
+        person.until_step("mixed", first + 1)
+        assert person.json("cancel", "mixed")["state"] == "cancelled"
+        first = person.last_saved("mixed")
+        resumed = person.start("resume", "mixed")
+        person.until_step("mixed", first + 1, attempt=2)
+        person.cluster.run("scancel", person.job("mixed"))  # every process is signalled: no rank saves
         resumed.communicate(timeout=300)
         assert resumed.returncode == 5
-    assert person.json("status", "cancelled")["state"] == "cancelled"
-    assert person.last_saved("cancelled") == first
-    person("resume", "cancelled")
-    assert losses(person.there, "cancelled") == pytest.approx(undisturbed.losses, rel=1e-6)
-    key = "runs/cancelled/stages/train/attempt-3"
+    assert person.json("status", "mixed")["state"] == "cancelled"
+    assert person.last_saved("mixed") == first
+    person("resume", "mixed")
+    assert losses(person.there, "mixed") == pytest.approx(undisturbed.losses, rel=1e-6)
+    key = "runs/mixed/stages/train/attempt-3"
     each = [read_records(person.there, key, rank) for rank in range(3)]
     assert [{one.tokens for one in lines if isinstance(one, Step)} for lines in each] == [{128}, {64}, {64}]
     hosts = [one.host for lines in each for one in lines if isinstance(one, Start)]
     listed = person.cluster.run("squeue", "--noheader", "--states=all", "--format=%j %N").splitlines()
-    (second,) = [line.split()[1] for line in listed if line.startswith("group-1/mlpipe/cancelled/train/3 ")]
+    (second,) = [line.split()[1] for line in listed if line.startswith("group-1/mlpipe/mixed/train/3 ")]
     assert hosts[1:] == person.cluster.run("scontrol", "show", "hostnames", second).split() != hosts[:1]
 
 

@@ -12,6 +12,7 @@ import pytest
 from kit.cluster_objects import named
 from kit.place import add_queue
 from kit.rendered import pipeline_of
+from kit.run_ids import claim
 
 from mlpipe._core.records import Start
 from mlpipe.observe.records import read_records
@@ -131,6 +132,7 @@ def test_nodes_that_share_weights_stand_in_one_rack(place, racks, monkeypatch):
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
 
     def create(run: str, replicas: int) -> None:
+        claim(run)
         spec = place.spec(
             run,
             model={"entry": "kit.models:plain"},
@@ -210,6 +212,7 @@ def test_on_a_thousand_nodes_gangs_stand_by_labels_as_their_planner_reckoned(pla
     with cluster.inside():
         api = connect(None, place.namespace)
         for run in GANGS:
+            claim(run)
             create_all(api, stage_objects(plan(run)))
         for run, (_, pipelines_fit, all_fit) in GANGS.items():
             mesh = plan(run).part(TrainPlan).mesh

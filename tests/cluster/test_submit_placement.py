@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from kit.run_ids import claim
 from kit.undisturbed import TORCHRUN
 
 from mlpipe.plan.ahead import plan_ahead
@@ -60,6 +61,7 @@ def test_two_half_placed_gangs_end(place, monkeypatch):
     gangs = {}
 
     def start(run: str, **kubernetes) -> None:
+        claim(run)
         path = place.spec(
             run, model={"entry": "kit.models:plain"}, steps=4, kubernetes={"patches": [patch], **kubernetes}
         )

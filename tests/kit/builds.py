@@ -18,6 +18,7 @@ from pathlib import Path
 from kit import groovy
 from kit.command_runs import until
 from kit.jenkins import TOKEN, USER, FakeBuild, FakeJenkins, FakeJob, fake_jenkins
+from kit.run_ids import claim_named
 from kit.servers import die_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +129,7 @@ class Controller:
         """`mlpipe submit --to jenkins --wait`, left running."""
         access = {"JENKINS_URL": self.jenkins.url, "JENKINS_USER_ID": USER, "JENKINS_API_TOKEN": TOKEN}
         argv = ["submit", spec, "--to", "jenkins", "--job", JOB, "--run-id", run_id, "--wait"]
+        claim_named(argv)
         with (self.folder / f"client-{run_id}.log").open("ab") as out:
             return subprocess.Popen(
                 [sys.executable, "-m", "mlpipe.cli", *map(str, argv)],

@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 from kit.cluster import Cluster
 from kit.cluster_process import NO_PROXY
 from kit.helm import helm
+from kit.run_ids import claim_named
 from kit.servers import ACCESS_KEY, SECRET_KEY
 from kit.warm import Popen
 
@@ -133,6 +134,7 @@ class Place:
 
     def mlpipe(self, *arguments: object, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         """The command line, to its end; checks the exit code (None: any)."""
+        claim_named(arguments)
         argv = [sys.executable, "-m", "mlpipe.cli", *map(str, arguments)]
         process = Popen(
             "cli",
@@ -156,6 +158,7 @@ class Place:
 
     def start(self, *arguments: object, **env: str) -> subprocess.Popen[bytes]:
         """The command line, left running, with these variables; nobody reads what it says."""
+        claim_named(arguments)
         return self.cluster.popen(
             [sys.executable, "-m", "mlpipe.cli", *arguments],
             env={**self.environment, **env},

@@ -141,7 +141,7 @@ def workers_of(run_id: str, count: int) -> Processes:
 
 def ranks(run_id: str) -> list[tuple[int, int, list[str], dict[str, str]]]:
     """pid, rank, argv and environment (less torchrun's own variables) of each that is alive here, in
-    whichever cluster: of a name that is asked for here no other file of tests has a run."""
+    whichever cluster: no other test has a run of that name (`kit/run_ids.py`)."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
