@@ -27,16 +27,16 @@ def _claims(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def running():
+def running(tmp_path_factory):
     """The cluster. A test that takes parts of it down brings them back."""
-    folder = Path(tempfile.mkdtemp(prefix="mlpipe-cluster-", dir="/var/tmp"))  # gigabytes: not in memory
+    disk = Path(tempfile.mkdtemp(prefix="mlpipe-cluster-", dir="/var/tmp"))  # gigabytes: not in memory
     try:
-        with cluster(folder, kueue=True) as one:
+        with cluster(tmp_path_factory.mktemp("cluster"), disk=disk, kueue=True) as one:
             yield one
     except ServerMissingError as error:
         pytest.skip(str(error))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(disk, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

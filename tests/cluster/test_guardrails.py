@@ -15,7 +15,7 @@ import yaml
 from kit import manifests
 from kit.cluster_build import manifests as manifests_of
 from kit.cluster_objects import named
-from kit.cluster_process import wait_until
+from kit.cluster_process import ClusterError, wait_until
 from kit.helm import helm
 
 from mlpipe.submit.kubernetes.api import ApiError, connect
@@ -57,7 +57,7 @@ def api(api_alone):
 
 class Api:
     def __init__(self, control) -> None:
-        self._control = control
+        self._control, self.kubectl = control, control.kubectl
         self.kubectl("create", "-f", manifests_of("jobset") / "config/components/crd/bases")
         crds = manifests_of("trainer") / "manifests/base/crds"
         self.kubectl("create", "-f", crds / "trainer.kubeflow.org_trainjobs.yaml")
@@ -84,15 +84,10 @@ class Api:
         for namespace in ("mlpipe", "ml"):  # a policy holds some moments after it was made
             wait_until("the policy", lambda n=namespace: self.refused(bad, n), 30, control.processes[:2])
 
-    def kubectl(self, *arguments: object, stdin: str = "") -> str:
-        done = self._control.kubectl(*arguments, stdin=stdin)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     def fails(self, *arguments: object, stdin: str = "") -> str:
-        done = self._control.kubectl(*arguments, stdin=stdin)
-        assert done.returncode != 0, done.stdout
-        return done.stderr
+        with pytest.raises(ClusterError) as told:
+            self.kubectl(*arguments, stdin=stdin)
+        return str(told.value)
 
     def refused(self, body, namespace: str = "mlpipe") -> str:
         """By mlpipe's own client, as `submit --dry-run=server` asks; "" when it would be made."""

@@ -21,17 +21,14 @@ KINDS = ("clusterqueues", "localqueues", "resourceflavors", "workloadprioritycla
 
 
 def test_a_cluster_gets_kueue_and_upgrades_it(api_alone, monkeypatch):
-    def kubectl(*arguments: object, **stdin: str) -> str:
-        done = api_alone.kubectl(*arguments, **stdin)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    kubectl = api_alone.kubectl
 
     def install(version: str) -> None:
         paths = [kueue_crds(version) / f"kueue.x-k8s.io_{kind}.yaml" for kind in KINDS]
         kubectl("apply", "--server-side", *(word for path in paths for word in ("-f", path)))
 
         def served() -> bool:
-            text = api_alone.get(f"/apis/kueue.x-k8s.io/{version}")[1]
+            text = api_alone.ask(f"/apis/kueue.x-k8s.io/{version}")[1]
             return all(f'"name":"{kind}"' in text for kind in KINDS)
 
         wait_until(f"Kueue's {version}", served, 60)

@@ -34,7 +34,7 @@ def test_a_run_in_another_cluster_ends_as_if_nothing_had_befallen_it(place, hold
 
         with hold:
             there.submit(spec, "sent")
-            account = one.kubeconfig_for(place, "mlpipe-driver")
+            account = str(one.control.kubeconfig_for("mlpipe-driver", place.namespace))
             driver = there.start("resume", "sent", "--here", KUBECONFIG=account)
             there.until_step("sent", 2)
             assert len(there.worker_pods("sent")) == 2

@@ -12,7 +12,6 @@ no kube-proxy (Services must be headless), no network policy is enforced, and th
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -37,7 +36,6 @@ __all__ = ["Cluster", "ClusterError", "ServerMissingError", "cluster"]
 
 T = TypeVar("T")
 _READY_SECONDS = 60
-_KUBECTL_SECONDS = 120
 _IDENTITY = {
     "MINIO_IDENTITY_OPENID_CONFIG_URL": f"{SERVER}/.well-known/openid-configuration",
     "MINIO_IDENTITY_OPENID_CLIENT_ID": "sts.amazonaws.com",
@@ -53,16 +51,18 @@ class Cluster:
     minio: its S3 server (`endpoint` is good for pods and for `inside`), if it has one.
     """
 
-    def __init__(self, folder: Path, grace_seconds: int = 10) -> None:
-        self.folder = folder
-        self.nodes = [Node(0, folder / "node-0")]
+    def __init__(self, folder: Path, disk: Path, grace_seconds: int) -> None:
+        self.folder, self._disk = folder, disk
+        self.nodes = [Node(0, disk / "node-0")]
         self._first = self.nodes[0].namespaces
         self.control = ControlPlane(folder / "control", self._first, grace_seconds)
         self.kubeconfig = self.control.kubeconfig
+        self.kubectl, self.apply, self.get = self.control.kubectl, self.control.apply, self.control.get
+        self.kubeconfig_for = self.control.kubeconfig_for
         self.image = worker_image(folder)
         self._pause, self._spec = pause_image(folder), base_spec(folder / "base-spec.json")
         self.addons: list[Process] = []
-        self._addons = Addons(folder, self.control, self._first, self._kubectl)
+        self._addons = Addons(folder, self.control, self._first)
         self._minio: Process | None = None
         programs = folder / "bin"
         programs.mkdir()
@@ -82,14 +82,6 @@ class Cluster:
         programs = os.pathsep.join([f"{self.folder}/bin", f"{sys.prefix}/bin", os.environ["PATH"]])
         found = {"KUBECONFIG": str(path), "PATH": programs}
         return {**found, **(self.minio.environment() if self._minio else {})}
-
-    def kubeconfig_for(self, service_account: str, namespace: str, seconds: int = 3600) -> Path:
-        """A file with a fresh token of that account; at least 600 s."""
-        token = self.kubectl(
-            "create", "token", service_account, "-n", namespace, f"--duration={seconds}s"
-        ).strip()
-        path = self.folder / f"{namespace}-{service_account}.kubeconfig"
-        return write_kubeconfig(path, self.control.certificates.ca, {"token": token}, namespace)
 
     def run(
         self,
@@ -133,27 +125,6 @@ class Cluster:
         """The calling thread in its network, and threads started meanwhile: connections opened there stay
         usable."""
         return self._first.inside()
-
-    def kubectl(self, *arguments: object, stdin: str | None = None, timeout: float = _KUBECTL_SECONDS) -> str:
-        """Output of kubectl as the administrator. Raises ClusterError with what it said."""
-        command = [cluster_build.binary("kube"), "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
-        done = self.run(command, env={"HOME": str(self.folder)}, timeout=timeout, stdin=stdin)
-        if done.returncode:
-            raise ClusterError(f"kubectl {' '.join(map(str, arguments))}: {done.stderr.strip()}")
-        return done.stdout
-
-    def apply(self, *objects: Mapping[str, Any]) -> None:
-        """Creates the objects, or updates them."""
-        items = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
-        self.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(items))
-
-    def get(self, path: str) -> Any:
-        """A GET on the API, say "/api/v1/namespaces/x/pods/y", parsed; None where there is no such thing
-        (yet)."""
-        status, body = self.control.get(path)
-        if status not in (0, 200, 404):
-            raise ClusterError(f"GET {path}: {status} {body[:500]}")
-        return json.loads(body) if status == 200 else None
 
     def wait_until(self, what: str, check: Callable[[], T | None], seconds: float) -> T:
         """The first true answer. Raises ClusterError when a process of the cluster ended, or at the deadline,
@@ -260,7 +231,7 @@ class Cluster:
     def add_node(self) -> Node:
         """Starts one more, up to 250; Ready when it returns."""
         index = len(self.nodes)
-        node = Node(index, self.folder / f"node-{index}")
+        node = Node(index, self._disk / f"node-{index}")
         self.nodes.append(node)
         node.link(self.nodes[0])
         node.start(self.control, [self._pause, self.image], self._spec)
@@ -331,9 +302,9 @@ class Cluster:
         for node in reversed(self.nodes):
             node.stop()  # the network of node 0 lives on with the processes below
         for process in self.addons:
-            process.stop()
+            process.stop(signal.SIGKILL)  # nothing here is to be saved
         if self._minio is not None:
-            self._minio.stop()
+            self._minio.stop(signal.SIGKILL)
         self.control.stop()
 
     def _explain(self) -> str:
@@ -342,9 +313,6 @@ class Cluster:
             return self.kubectl("get", "pods", "-A", "-o", "wide", timeout=20) + warnings
         except (ClusterError, subprocess.TimeoutExpired) as error:
             return f"{error}\n{self.control.apiserver.tail()}"
-
-    def _kubectl(self, arguments: list[str], stdin: str | None) -> str:
-        return self.kubectl(*arguments, stdin=stdin)
 
     def _other(self, index: int) -> Node:
         if index == 0:
@@ -380,6 +348,7 @@ def check_machine() -> None:
 def cluster(
     folder: Path,
     *,
+    disk: Path | None = None,
     nodes: int = 1,
     jobset: bool = True,
     kueue: bool = False,
@@ -388,8 +357,9 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Starts a cluster with all its files in `folder` and stops it in the end.
 
-    kueue: with it comes JobSet. fake_nodes: of kwok (see `Addons.kwok`). Raises ServerMissingError, which
-    says what to install, when this machine cannot run one, ClusterError when something did not start."""
+    disk: for the gigabytes that nodes unpack, if `folder` has no room. kueue: with it comes JobSet.
+    fake_nodes: of kwok (see `Addons.kwok`). Raises ServerMissingError, which says what to install, when this
+    machine cannot run one, ClusterError when something did not start."""
     check_machine()
     wanted = {"jobset": jobset or kueue, "kueue": kueue, "kwok": fake_nodes}
     for name in ("kube", "coredns", "pause", *(name for name, needed in wanted.items() if needed)):
@@ -400,7 +370,7 @@ def cluster(
         servers.binary("minio")
     sweep()
     # a lost node is noticed soon, yet nodes do not flap; fake ones never say that they live
-    running = Cluster(folder.resolve(), 86400 if fake_nodes else 10)
+    running = Cluster(folder.resolve(), (disk or folder).resolve(), 86400 if fake_nodes else 10)
     try:
         running.start(nodes=nodes, jobset=jobset, kueue=kueue, minio=minio, fake_nodes=fake_nodes)
         yield running

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from kit.cluster_build import binary, manifests
 from kit.cluster_control import ControlPlane
 from kit.cluster_process import Namespaces, Process, wait_until
 
-Kubectl = Callable[[list[str], str | None], str]  # arguments, standard input -> output
 _READY_SECONDS = 60
 _JOBSET_PODS = {"matchExpressions": [{"key": "jobset.sigs.k8s.io/jobset-name", "operator": "Exists"}]}
 _KUEUE_FRAMEWORKS = ("batch/job", "jobset.x-k8s.io/jobset", "trainer.kubeflow.org/trainjob")
@@ -30,11 +29,8 @@ class Addons:
     """Each method starts one, in a folder of its name below `folder`, and returns it ready. `shift`: added to
     all ports, where another cluster's are in this network."""
 
-    def __init__(
-        self, folder: Path, control: ControlPlane, namespaces: Namespaces, kubectl: Kubectl, shift: int = 0
-    ) -> None:
-        self._folder, self._control, self._namespaces, self._kubectl = folder, control, namespaces, kubectl
-        self._shift = shift
+    def __init__(self, folder: Path, control: ControlPlane, namespaces: Namespaces, shift: int = 0) -> None:
+        self._folder, self._control, self._namespaces, self._shift = folder, control, namespaces, shift
 
     def jobset(self) -> Process:
         folder = self._new_folder("jobset")
@@ -149,7 +145,7 @@ class Addons:
 
         def ready() -> bool:
             """The API server taints what is new until a controller has seen that it is Ready."""
-            nodes = json.loads(self._control.get("/api/v1/nodes?labelSelector=type=kwok")[1])["items"]
+            nodes = self._control.get("/api/v1/nodes?labelSelector=type=kwok")["items"]
             return len(labels) == sum(len(node["spec"]["taints"]) == 1 for node in nodes)
 
         wait_until(f"{len(labels)} fake nodes Ready", ready, _READY_SECONDS + len(labels), [process])
@@ -172,9 +168,8 @@ class Addons:
         return Process(name, inside, log, env={"KUBECONFIG": str(self._control.kubeconfig), **env}).start()
 
     def _create(self, objects: Sequence[Mapping[str, Any]]) -> None:
-        self._kubectl(
-            ["create", "-f", "-"], json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
-        )
+        items = {"apiVersion": "v1", "kind": "List", "items": objects}
+        self._control.kubectl("create", "-f", "-", stdin=json.dumps(items))
 
     def _create_crds(self, folder: Path, conversions: Mapping[str, Any] | None = None) -> None:
         """Creates all of the folder and waits until the API serves them. `conversions`: the webhooks of those
@@ -191,7 +186,7 @@ class Addons:
             # not `kubectl wait`: it fails on a resource so new that it has no conditions
             path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
             return all(
-                '"type":"Established","status":"True"' in self._control.get(f"{path}/{n}")[1] for n in names
+                '"type":"Established","status":"True"' in self._control.ask(f"{path}/{n}")[1] for n in names
             )
 
         wait_until(f"the resources {', '.join(names)}", established, _READY_SECONDS)

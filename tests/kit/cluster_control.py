@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import urllib3
 from kit.cluster_build import binary, tool
@@ -28,6 +29,7 @@ SERVICE_ADDRESS = "10.96.0.1"  # of the Service `kubernetes`
 SERVER = f"https://{ADDRESS}"
 _SERVICES = "10.96.0.0/16"
 _READY_SECONDS = 60
+_KUBECTL_SECONDS = 120
 # Two blocks: within one, `template` would come before `kubernetes`, whatever their order here.
 _COREFILE = f"""\
 cluster.local in-addr.arpa {{
@@ -198,10 +200,8 @@ class ControlPlane:
 
     def stop(self) -> None:
         self._pool.clear()
-        for process in reversed(self._others):
-            process.stop()
-        self.apiserver.stop(signal.SIGKILL)  # it hangs for minutes once etcd is gone, and has nothing to save
-        self.etcd.stop(signal.SIGKILL)
+        for process in reversed(self.processes):  # nothing here is to be saved
+            process.stop(signal.SIGKILL)
 
     def restart_apiserver(self) -> None:
         self.apiserver.stop(signal.SIGKILL)
@@ -237,7 +237,7 @@ class ControlPlane:
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             list(pool.map(send, requests))
 
-    def get(self, path: str) -> tuple[int, str]:
+    def ask(self, path: str) -> tuple[int, str]:
         """Status (0: no answer) and body of a GET as the administrator."""
         with self._namespaces.inside():
             try:
@@ -245,6 +245,14 @@ class ControlPlane:
             except urllib3.exceptions.HTTPError:
                 return 0, ""
         return answer.status, answer.data.decode()
+
+    def get(self, path: str) -> Any:
+        """A GET, say "/api/v1/namespaces/x/pods/y", parsed; None where there is no such thing (yet). Raises
+        ClusterError."""
+        status, body = self.ask(path)
+        if status not in (0, 200, 404):
+            raise ClusterError(f"GET {path}: {status} {body[:500]}")
+        return json.loads(body) if status == 200 else None
 
     def requests(self, account: str) -> list[str]:
         """What mlpipe has asked the API server for, as a ServiceAccount of that name: "verb path", in order;
@@ -262,22 +270,36 @@ class ControlPlane:
         """The calling thread in its network."""
         return self._namespaces.inside()
 
-    def kubectl(self, *arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        """As the administrator."""
+    def kubectl(self, *arguments: object, stdin: str = "", timeout: float = _KUBECTL_SECONDS) -> str:
+        """Output of kubectl as the administrator. Raises ClusterError with what it said."""
         command = [binary("kube"), "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
-        return subprocess.run(
+        done = subprocess.run(
             self._namespaces.network(command),
             env={**os.environ, **NO_PROXY, "HOME": str(self.folder)},
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=_READY_SECONDS,
+            timeout=timeout,
             check=False,
         )
+        if done.returncode:
+            raise ClusterError(f"kubectl {' '.join(map(str, arguments))}: {done.stderr.strip()}")
+        return done.stdout
+
+    def apply(self, *objects: Mapping[str, Any]) -> None:
+        """Creates the objects, or updates them."""
+        items = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+        self.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(items))
+
+    def kubeconfig_for(self, account: str, namespace: str, seconds: int = 3600) -> Path:
+        """A file with a fresh token of that service account; at least 600 s."""
+        token = self.kubectl("create", "token", account, "-n", namespace, f"--duration={seconds}s").strip()
+        path = self.folder / f"{namespace}-{account}.kubeconfig"
+        return write_kubeconfig(path, self.certificates.ca, {"token": token}, namespace, self.server)
 
     def _wait_until_ready(self) -> None:
         def ready() -> bool:
-            return self.get("/readyz")[0] == 200
+            return self.ask("/readyz")[0] == 200
 
         wait_until("a ready API server", ready, _READY_SECONDS, [self.etcd, self.apiserver])
 
@@ -288,6 +310,7 @@ class ControlPlane:
         controllers = {
             "kubeconfig": self.kubeconfig,
             "leader-elect": "false",
+            "controllers": "*,-ttl-controller",  # it writes to each of a thousand fake nodes, several times
             "node-monitor-grace-period": f"{grace_seconds}s",
             "node-monitor-period": "1s",
             "root-ca-file": self.certificates.ca,

@@ -8,15 +8,15 @@ import base64
 import contextlib
 import copy
 import json
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from kit.cluster import Cluster
 from kit.cluster_addons import Addons
-from kit.cluster_control import ControlPlane, write_kubeconfig
+from kit.cluster_control import ControlPlane
 from kit.cluster_objects import named
-from kit.cluster_process import ClusterError, Namespaces, Process, wait_until
+from kit.cluster_process import Namespaces, Process, wait_until
 from kit.place import Place
 
 WORKER = "worker-a"  # the cluster, as the manager calls it
@@ -29,7 +29,8 @@ class Manager:
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._namespaces: Namespaces = cluster.nodes[0].namespaces
         self.control = ControlPlane(folder, self._namespaces, 10, _PORT)
-        self._addons = Addons(folder, self.control, self._namespaces, self._kubectl, _SHIFT)
+        self.kubectl, self.apply = self.control.kubectl, self.control.apply
+        self._addons = Addons(folder, self.control, self._namespaces, _SHIFT)
         self._cluster = cluster
         self.kueue: Process | None = None
 
@@ -49,7 +50,7 @@ class Manager:
         )
 
         def active() -> bool:
-            found = self.get("/apis/kueue.x-k8s.io/v1beta2/admissionchecks/workers")
+            found = self.control.get("/apis/kueue.x-k8s.io/v1beta2/admissionchecks/workers")
             return any(
                 one["type"] == "Active" and one["status"] == "True"
                 for one in found.get("status", {}).get("conditions", [])
@@ -81,7 +82,7 @@ class Manager:
         reads = "--resource=localqueues,clusterqueues,admissionchecks,multikueueconfigs.kueue.x-k8s.io"
         self.kubectl("create", "clusterrole", "reads", "--verb=get", reads)
         self.kubectl("create", "clusterrolebinding", "reads", "--clusterrole=reads", person)
-        path = Path(self.kubeconfig_for(place, "person"))
+        path = self.control.kubeconfig_for("person", place.namespace)
         document = json.loads(path.read_text())
         theirs = json.loads(Path(place.environment["KUBECONFIG"]).read_text())
         for kind in ("clusters", "users"):
@@ -91,13 +92,6 @@ class Manager:
         here = copy.copy(place)
         here.environment = {**place.environment, "KUBECONFIG": str(path)}
         return here
-
-    def kubeconfig_for(self, place: Place, account: str) -> str:
-        token = self.kubectl("create", "token", account, "-n", place.namespace, "--duration=3600s").strip()
-        path = self.control.folder / f"{account}.kubeconfig"
-        user = {"token": token}
-        ca = self.control.certificates.ca
-        return str(write_kubeconfig(path, ca, user, place.namespace, self.control.server))
 
     def _connect(self) -> None:
         """Hands it the worker's kubeconfig, all in one, as Kueue wants it."""
@@ -112,24 +106,6 @@ class Manager:
         data = {"stringData": {"kubeconfig": json.dumps(document)}}
         self.apply(named("v1", "Secret", WORKER, "kueue-system", **data))
 
-    def kubectl(self, *arguments: object, stdin: str = "") -> str:
-        """As the administrator. Raises ClusterError."""
-        done = self.control.kubectl(*arguments, stdin=stdin)
-        if done.returncode:
-            raise ClusterError(f"kubectl {' '.join(map(str, arguments))}: {done.stderr.strip()}")
-        return done.stdout
-
-    def apply(self, *objects: Mapping[str, Any]) -> None:
-        items = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
-        self.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(items))
-
-    def get(self, path: str) -> Any:
-        status, body = self.control.get(path)
-        return json.loads(body) if status == 200 else None
-
-    def _kubectl(self, arguments: list[str], stdin: str | None) -> str:
-        return self.kubectl(*arguments, stdin=stdin or "")
-
 
 @contextlib.contextmanager
 def manager(cluster: Cluster, folder: Path) -> Iterator[Manager]:
@@ -139,5 +115,5 @@ def manager(cluster: Cluster, folder: Path) -> Iterator[Manager]:
         yield one
     finally:
         if one.kueue is not None:
-            one.kueue.stop()
+            one.kueue.stop(signal.SIGKILL)
         one.control.stop()
