@@ -52,8 +52,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # services wait most of their time: they lie among those of torch, which compute meanwhile.
 _FIRST = ("torch", "services")
 _LONGEST = ("test_faults.py", "test_cli_train.py")
-_LONGEST += ("test_slurm.py", "test_submit.py", "test_submit_faults.py", "test_submit_lost.py")
-_LONGEST += ("test_submit_elastic.py", "test_submit_trainjob.py", "test_jenkins_builds.py", "test_observe.py")
+_LONGEST += ("test_slurm.py", "test_submit_faults.py", "test_submit_elastic.py", "test_submit_kueue.py")
+_LONGEST += ("test_submit.py", "test_jenkins_builds.py", "test_submit_trainjob.py", "test_submit_gangs.py")
+_LONGEST += (
+    "test_submit_lost.py",
+    "test_observe.py",
+    "test_submit_multikueue.py",
+    "test_submit_placement.py",
+)
+_LONGEST += ("test_kit_addons.py", "test_image.py", "test_submit_sweep.py", "test_submit_pending.py")
 RINGS = ("unit", "golden", "torch", "services", "cluster", "gpu")
 REQUIRED = frozenset(filter(None, os.environ.get("MLPIPE_REQUIRE_RINGS", "").split(",")))
 
@@ -90,7 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for ring in _FIRST:
         files = list(dict.fromkeys(item.path for item in items if ring in _rings(item)))
         places |= {path: index / len(files) for index, path in enumerate(files)}
-    items.sort(key=lambda item: (item.path.name not in _LONGEST, places.get(item.path, 1.0)))
+    longest = {name: index for index, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: (longest.get(item.path.name, len(longest)), places.get(item.path, 1.0)))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -23,7 +23,7 @@ KEY = "runs/elastic/stages/train/attempt-1"
 # of three replicas and their coordinator; one more pod has no room
 QUOTA = {"cpu": "900m", "memory": "64Gi", "ephemeral-storage": "1000Gi"}
 # less patience than a driver has for a lost node's pod
-QUICK = quick_driver({"mlpipe.submit.kubernetes.gang:_LOST_SECONDS": 10.0})
+QUICK = quick_driver({"mlpipe.submit.kubernetes.gang:_LOST_SECONDS": 3.0})
 
 
 @pytest.fixture

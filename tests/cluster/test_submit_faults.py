@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kit import older
-from kit.place import ROOT
+from kit.place import ROOT, shortened
 from kit.undisturbed import ranks
 
 from mlpipe._core.records import Step
@@ -118,8 +118,10 @@ def test_what_a_pod_dies_of_restarts_the_gang_and_only_a_crash_counts(place, hol
 
 
 def test_an_indexed_job_gets_a_pod_back(place, hold, undisturbed):
-    """Without JobSet: a rank is killed with -9; torchrun's rendezvous waits for the pod that comes back."""
-    spec = place.spec("indexed", model=hold.model, kubernetes={"form": "indexed-job"})
+    """Without JobSet: a rank is killed with -9; torchrun's rendezvous waits for the pod that comes back. The
+    other pod ends with it: nobody tells it to, and the longer it waits, the later comes another."""
+    waits = {"mlpipe.store.s3_log:FLUSH_SECONDS": 1.0, "mlpipe.train.launcher:_BLAMELESS_SECONDS": 1.0}
+    spec = place.spec("indexed", model=hold.model, kubernetes={"form": "indexed-job"}, env=shortened(waits))
     with hold:
         place.submit(spec, "indexed")
         place.until_step("indexed", 2)

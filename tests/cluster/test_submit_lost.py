@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 # less patience than drivers have: for a lost node's pod, for the API server
 QUICK = quick_driver(
     {
-        "mlpipe.submit.kubernetes.gang:_LOST_SECONDS": 10.0,
-        "mlpipe.submit.kubernetes.api:DEADLINE_SECONDS": 15.0,
-        "mlpipe.submit.kubernetes.api:_REQUEST_SECONDS": 5.0,
+        "mlpipe.submit.kubernetes.gang:_LOST_SECONDS": 3.0,
+        "mlpipe.submit.kubernetes.api:DEADLINE_SECONDS": 8.0,
+        "mlpipe.submit.kubernetes.api:_REQUEST_SECONDS": 4.0,
     }
 )
-FROZEN_SECONDS = 20.0  # longer than a request is repeated
+FROZEN_SECONDS = 12.0  # longer than a request is repeated
 
 
 def test_a_node_that_is_lost_for_good_is_given_up(place, hold, undisturbed, second):

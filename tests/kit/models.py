@@ -157,9 +157,27 @@ class Slow(Plain):
         self.afterwards = lame_seconds if lame == os.environ.get("MLPIPE_REPLICA") else 0.0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.pause()
+        return super().forward(inputs)
+
+    def pause(self) -> None:
         is_on = not self.while_file or Path(self.while_file).exists()
         time.sleep(self.seconds if is_on else self.afterwards)
-        return super().forward(inputs)
+
+
+class Held(Slow):
+    """Not in the two steps before the first that counts (`dry_steps`), and no moment longer than
+    the file is there."""
+
+    num_passes = 0
+
+    def pause(self) -> None:
+        self.num_passes += 1
+        path, end = Path(self.while_file), time.monotonic() + self.seconds
+        if not path.exists():
+            time.sleep(self.afterwards)
+        while self.num_passes > 2 and path.exists() and time.monotonic() < end:
+            time.sleep(0.05)
 
 
 class Late(Plain):
@@ -293,6 +311,13 @@ def slow(
     fails: int = -1,
 ) -> Slow:
     return Slow(seconds, while_file, dropout, lame, lame_seconds, fails)
+
+
+def held(seconds: float, while_file: str, lame: str = "", lame_seconds: float = 0.0, fails: int = -1) -> Held:
+    from mlpipe.train import flops
+
+    flops.PEAK_SECONDS = 0.03  # of both cores, for an MFU that no test believes
+    return Held(seconds, while_file, 0.0, lame, lame_seconds, fails)
 
 
 def misbehaving(what: str, at: int, rank: int, counter: str = "", times: int = 1) -> Misbehaving:

@@ -36,6 +36,7 @@ _GROUPS = {
     "trainjobs": "/apis/trainer.kubeflow.org/v1alpha1",
 }
 _FLUSHED = {"mlpipe.store.s3_log:FLUSH_SECONDS": 1.0}  # what a test looks for in the store
+_IDLE = {"GOMP_SPINCOUNT": "0", "OPENBLAS_NUM_THREADS": "1"}  # as of the tests themselves: tests/conftest.py
 
 
 def shortened(seconds: dict[str, float]) -> dict[str, str]:
@@ -66,7 +67,7 @@ def training(
         "checkpoint": {"every": "4 steps", "keep": 20},
         **changes,
     }
-    environment = {**shortened(_FLUSHED), **(env or {})}
+    environment = {**_IDLE, **shortened(_FLUSHED), **(env or {})}
     return {"name": "train", "train": train, "resources": resources, "env": environment}
 
 

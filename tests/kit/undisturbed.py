@@ -51,8 +51,8 @@ class Hold:
     def __init__(self) -> None:
         # in a folder that pods see: the virtual environment is mounted into them
         self.path = Path(sys.prefix) / f"hold-{secrets.token_hex(4)}"
-        args = {"seconds": 1.5, "while_file": str(self.path), "dropout": 0.0}
-        self.model = {"entry": "kit.models:slow", "args": args}
+        args = {"seconds": 1.5, "while_file": str(self.path)}
+        self.model = {"entry": "kit.models:held", "args": args}
 
     def __enter__(self) -> Hold:
         self.path.touch()
