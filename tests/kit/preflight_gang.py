@@ -148,7 +148,7 @@ def _network() -> None:
 
 def _cgroup() -> Path:
     """For a process that gets little time, by either version of cgroups."""
-    name, period = f"mlpipe-preflight-{os.environ['KIT_NAME']}", 100_000
+    name, period = f"mlpipe-{os.environ['KIT_NAME']}-preflight", 100_000  # see cluster_node.sweep
     old, new = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
     if (old / "cpu.cfs_quota_us").exists():
         (old / name).mkdir()

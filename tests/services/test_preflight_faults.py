@@ -43,7 +43,7 @@ def test_six_faults_of_six_are_named(minio, tmp_path):
     finally:
         listener.close()
         for folder in CGROUPS:
-            if (own := folder / f"mlpipe-preflight-{os.getpid()}").exists():
+            if (own := folder / f"mlpipe-{os.getpid()}-preflight").exists():
                 own.rmdir()
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
