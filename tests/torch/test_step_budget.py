@@ -54,13 +54,21 @@ AXES: dict[str, dict[str, Any]] = {
         "model": ModelPlan(Entry(MOE, dataclasses.asdict(EXPERTS)), "test", 32, ()),
     },
 }
+# in bf16, whose sums are exact where a run is deterministic
+EXACT: dict[str, dict[str, Any]] = {
+    "tp, exact": {"mesh": Mesh(tp=2), "precision": "bf16", **PARTED},
+    "tp of experts, exact": {
+        "mesh": Mesh(tp=2), "precision": "bf16", "model": AXES["ep"]["model"], **PARTED
+    },
+    "cp, exact": {"mesh": Mesh(cp=2), "precision": "bf16", **PARTED},
+}  # fmt: skip
 LINKS: dict[str, dict[str, Any]] = {
     "ddp, int8": {"compress": CompressPlan("int8")},
     "ddp, powersgd": {"compress": CompressPlan("powersgd", {"rank": 4})},
     # two steps are a round
     "islands, int8": {"islands": IslandsPlan(2, 0.7, 0.5, "int8")},
 }
-WORKS: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in STRATEGIES} | AXES | LINKS
+WORKS: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in STRATEGIES} | AXES | EXACT | LINKS
 # Of two axes at once, on four ranks.
 TWICE: dict[str, Any] = {"micro_batch": 4, "accumulation": 2}
 MIXES: dict[str, dict[str, Any]] = {
@@ -148,7 +156,9 @@ def test_what_travels_along_an_axis_is_what_the_planner_prices(counted):
     three numbers a token, and the gradients of the norms."""
     layers, tokens, dim = plans.CONFIG.num_layers, 16 * 32, plans.CONFIG.dim
     stream, width = 4 * tokens * dim, dim // plans.CONFIG.num_heads
-    block: Any = SimpleNamespace(num_blocks=layers, recomputes=False, is_first=True, is_last=True)
+    block: Any = SimpleNamespace(
+        num_blocks=layers, recomputes=False, is_first=True, is_last=True, exact_sums=False
+    )
     gathers, scatters = num_collectives(block)
     tp = counted["tp"]
     assert tp["_allgather_base_ bytes"] == gathers * stream * 3 / 2 + 4 * 3 * tokens * 3
@@ -209,21 +219,33 @@ class Asked(Wire):
 def _asked(work, kind, calls):
     """Of rank 0, as the planner prices it."""
     mesh, strategy = work["mesh"], work.get("strategy", "single")
-    shape = Experts(EXPERTS) if mesh.ep > 1 else Dense(plans.CONFIG)
+    shape = Experts(EXPERTS) if work.get("model") is AXES["ep"]["model"] else Dense(plans.CONFIG)
     hardware = detect_hardware(None)
     measured = dataclasses.replace(
         hardware.speed, gather_bytes_per_second=1.0, scatter_bytes_per_second=1.0
     )  # with all copies
     hardware = dataclasses.replace(hardware, speed=measured)
-    training = Training(16, 32, 1, False, OptimizerCost(8, "adamw"), 100, None)
+    training = Training(16, 32, 1, False, OptimizerCost(8, "adamw"), 100, None, deterministic=True)
     pricer = Pricer(shape, training, hardware)
-    choices = Choices(work["micro_batch"], "none", "fp32", work.get("communication", "collective"))
+    precision = work.get("precision", "fp32")
+    choices = Choices(work["micro_batch"], "none", precision, work.get("communication", "collective"))
     _, _, passes = pricer._on_one_rank(choices, mesh, pricer._parts(mesh)[0])
     no_time = {f"{way}_{where}": 0.0 for way in ("forward", "backward") for where in ("block", "outside")}
     passes, layout = passes._replace(**no_time), layout_of(strategy, mesh, choices.communication)
     # while a rank of a pipeline is idle, others' collectives take time, of which it has none
     axes = (axis for axis in active(mesh) if axis is not pp or kind == "send")
     return sum(axis.exposed_seconds(passes, Asked(hardware, kind, calls), layout) for axis in axes)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_sums_travel_as_the_planner_prices_them(counted, name):
+    """Besides, of the loss three numbers a token, in each of four micro-batches."""
+    counts = counted[name]
+    for kind in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"):
+        calls, num_bytes = (_asked(EXACT[name], kind, calls) for calls in (True, False))
+        if kind == "_allgather_base_" and EXACT[name]["mesh"].tp > 1:
+            calls, num_bytes = calls + 4, num_bytes + 4 * 3 * (16 * 32) * 3
+        assert (counts.get(kind, 0), counts.get(f"{kind} bytes", 0)) == (calls, num_bytes), kind
 
 
 @pytest.mark.parametrize("name", MIXES)

@@ -151,7 +151,11 @@ def test_what_travels_is_the_residual_stream(passes: Any, checkpointing: str) ->
     counts = {name: n for name, n in passes["counts"].items() if name.startswith(checkpointing)}
     layers, microbatches, tokens, dim = plans.CONFIG.num_layers, 2, 2 * 32, plans.CONFIG.dim
     work: Any = SimpleNamespace(
-        num_blocks=layers, recomputes=checkpointing == "full", is_first=True, is_last=True
+        num_blocks=layers,
+        recomputes=checkpointing == "full",
+        is_first=True,
+        is_last=True,
+        exact_sums=False,
     )
     gathers, scatters = num_collectives(work)
     stream, loss = (

@@ -470,6 +470,7 @@ def _training(spec: Train) -> Training:
         offload=spec.offload or "off",
         fused_head=spec.loss == "fused",
         float8=bool(spec.float8),
+        deterministic=spec.deterministic,
         **_validations(spec),
     )
 
@@ -548,6 +549,7 @@ def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
         offload=plan.offload,
         fused_head=plan.loss == "fused",
         float8=plan.float8,
+        deterministic=plan.deterministic,
     )
     choices = Choices(plan.micro_batch, plan.activation_checkpointing, plan.precision, plan.communication)
     uneven, chat = None, plan.data.chat

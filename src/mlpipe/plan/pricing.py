@@ -42,6 +42,7 @@ from mlpipe.plan.work import (
     Mesh,
     Offload,
     Strategy,
+    adds_exactly,
 )
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Training(NamedTuple):
     offload: Offload = "off"
     fused_head: bool = False
     float8: bool = False
+    deterministic: bool = False
 
 
 class Choices(NamedTuple):
@@ -282,6 +284,7 @@ class Pricer:
                 training.offload in ("activations", "all"),
                 training.fused_head,
                 training.float8,
+                adds_exactly(training.deterministic, choices.precision),
             )
             activations = self.shape.activations(step, hardware.device)
             self._known[key] = (step, activations, passes(self.shape, step, hardware))

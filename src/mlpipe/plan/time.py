@@ -4,6 +4,7 @@ mesh, the update and the saves from the bytes that they move. Standard library o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlpipe.plan.axes.axis import Layout, Passes
@@ -67,9 +68,19 @@ def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
         frozen_block_params=(frozen - frozen_outside) // num_blocks,
         frozen_outside_params=frozen_outside,
         spared_block_bytes=parameters.spared_bytes(width),
+        exact_sums=step.exact_sums,
+        num_readers=_num_readers(widths),
         is_first=step.part.is_first,
         is_last=step.part.is_last,
     )
+
+
+def _num_readers(widths: Mapping[str, int]) -> int:
+    """Products of a block that read the residual stream: of q, k, v, and of gate and up; experts and their
+    router are one. Of a user's own model nobody knows."""
+    if not widths.get("num_experts"):
+        return 5
+    return 4 + 2 * (widths.get("num_shared_experts", 0) > 0)
 
 
 def _pass_seconds(shape: ModelShape, step: StepShape, hardware: Hardware) -> PassSeconds:

@@ -583,6 +583,12 @@ class TrainPlan(StageWork):
     groups: tuple[GroupPlan, ...] = field(default=(), metadata=SPARSE)
 
     @property
+    def exact_sums(self) -> bool:
+        """Whether ranks that share products (`tp`, `cp`) add parts of them in fp32 and round the sums alone,
+        as one rank does; else parts are rounded and travel in half the bytes."""
+        return adds_exactly(self.deterministic, self.precision)
+
+    @property
     def speeds(self) -> tuple[float, ...] | None:
         """Of each data rank, where they do not all have equal shares from the beginning."""
         return tuple(one.speed for one in self.groups for _ in range(self._num_data_ranks(one))) or None
@@ -605,6 +611,11 @@ class TrainPlan(StageWork):
     @property
     def training(self) -> TrainPlan:
         return self
+
+
+def adds_exactly(deterministic: bool, precision: str) -> bool:
+    """Of `TrainPlan.exact_sums`."""
+    return deterministic and precision != "fp32"
 
 
 def compiled(asked: Compile, mesh: Mesh, checkpointing: str) -> Compile:

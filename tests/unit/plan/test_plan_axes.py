@@ -61,6 +61,8 @@ def test_keys_and_values_are_gathered_for_each_pass_of_attention(
     passes = PASSES._replace(kv_bytes=7, recomputes=recomputes, keeps_attention=keeps_attention)
     seconds, seen = exposed(cp, Mesh(cp=4, tp=2), passes)
     assert seconds == 3 * 5 * (gathers * (1 + 7) + 1 + 4 * 7)
+    exact, _ = exposed(cp, Mesh(cp=4, tp=2), passes._replace(exact_sums=True))  # gradients in fp32
+    assert exact == seconds + 3 * 5 * 4 * 7
     assert seen == {(4, 2)}
 
 
@@ -115,6 +117,9 @@ def test_tokens_go_to_their_experts_and_back_in_every_pass(recomputes: bool, row
 def test_recomputation_gathers_and_scatters_again_but_for_what_nothing_needs() -> None:
     assert tp.num_collectives(PASSES) == (22, 22)
     assert tp.num_collectives(PASSES._replace(recomputes=True)) == (32, 27)
+    exact = PASSES._replace(exact_sums=True, num_readers=5, stream_bytes=7)  # sums in fp32
+    assert tp.num_collectives(exact) == (22, 22 + 5 * 3)
+    assert exposed(tp, Mesh(tp=4), exact)[0] == 3 * (21 * (1 + 7) + 36 * (1 + 14) + 2 * (1 + 14))
     inner = PASSES._replace(is_first=False, is_last=False, stream_bytes=7)
     assert exposed(tp, Mesh(tp=4), inner) == (3 * 40 * (1 + 7), {(4, 1)})
     first = PASSES._replace(is_last=False, stream_bytes=7)  # the embedding's travel in fp32

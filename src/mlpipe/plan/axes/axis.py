@@ -134,7 +134,8 @@ class Passes(NamedTuple):
     `query_bytes`: of its queries; `attention_seconds`: of a block's forward pass;
     `routed_bytes`: of the rows that go to a block's experts, which have `expert_params` of its parameters.
     `recomputes`: the backward passes compute the forward ones again; `keeps_attention`: but for attention.
-    `spared_block_bytes`: of a block, that do not travel since its weights have few bits."""
+    `spared_block_bytes`: of a block, that do not travel since its weights have few bits. `exact_sums`: as of
+    `TrainPlan`; then `tp` adds up the gradient of the stream from so many `num_readers` of a block apart."""
 
     num_blocks: int
     forward_block: float
@@ -157,8 +158,15 @@ class Passes(NamedTuple):
     frozen_block_params: int = 0
     frozen_outside_params: int = 0
     spared_block_bytes: int = 0
+    exact_sums: bool = False
+    num_readers: int = 2
     is_first: bool = True  # it has the embedding
     is_last: bool = True  # it has the head
+
+    @property
+    def sum_width(self) -> int:
+        """Bytes of a number that travels to be added up, along `tp` and `cp`."""
+        return GRADIENT_BYTES if self.exact_sums else self.width
 
     @property
     def forward(self) -> float:

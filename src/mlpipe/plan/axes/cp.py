@@ -22,12 +22,15 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
 
 
 def _held_bytes(work: RankWork) -> int:
-    """Gathered: those of whole sequences, their gradients, and those of one chunk's queries, or on their way.
+    """Gathered: those of whole sequences, their gradients, and those of one chunk's queries, or on their way;
+    exact sums take gradients in fp32, on a CPU out of copies of keys and values in fp32.
     In a ring, of one rank each: those that it computes with and that arrive; gradients that it computes,
     sends and that arrive; and its own, which are added up in fp32."""
+    sums = GRADIENT_BYTES / COMPUTE_BYTES[work.step.precision]
+    if work.layout.context_exchange == "all_gather" and work.step.exact_sums:
+        return int((1 + (2 if work.overlap else 3) * sums) * work.kv_bytes)
     if work.layout.context_exchange == "all_gather":
         return 3 * work.kv_bytes
-    sums = GRADIENT_BYTES / COMPUTE_BYTES[work.step.precision]
     return int((5 + sums) * work.kv_bytes / work.layout.mesh.cp)
 
 
@@ -42,9 +45,10 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
 def _gathered(passes: Passes, wire: Wire, mesh: Mesh) -> tuple[float, float]:
     """Keys and values are gathered in each pass, and gradients of them go to their owners (Llama 3, 2024,
     section 3.3.2). As if computing hid none of it: only the diagonal blocks of attention are computed
-    meanwhile."""
+    meanwhile. Exact sums: of gradients in fp32."""
     gathering = wire.gather_activations(passes.kv_bytes, mesh.cp, mesh.tp)
-    return gathering, gathering + wire.all_to_all(mesh.cp * passes.kv_bytes, mesh.cp, mesh.tp)
+    gradients = passes.kv_bytes * passes.sum_width // passes.width
+    return gathering, gathering + wire.all_to_all(mesh.cp * gradients, mesh.cp, mesh.tp)
 
 
 def _in_a_ring(passes: Passes, wire: Wire, mesh: Mesh) -> tuple[float, float]:

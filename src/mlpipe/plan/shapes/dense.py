@@ -99,6 +99,8 @@ class Dense:
         # At the product of the MLP, whose two factors' gradients are new while what came in has not been
         # freed, and the residual stream's. Without recomputation a GPU's logits are larger than these.
         backward = 2 * width * self._ffn_channels + 4 * config.dim if mode != "none" or device == "cpu" else 0
+        # Parts of gradients that are added exactly are whole, in fp32: of one product, and of those before.
+        parts = 8 * config.dim if step.exact_sums and part.tp > 1 else 0
         num_logits = step.num_tokens * config.vocab_size // part.tp if part.is_last else 0
         kept_logits = width * num_logits
         logit_bytes = 2 * kept_logits + 4 * min(num_logits, LOSS_CHUNK_ELEMENTS[device])
@@ -126,7 +128,7 @@ class Dense:
                 ],
             ),
             rebuilt=_tensors(step, ((1, size) for size in again)),
-            backward_bytes=step.num_tokens * backward // part.tp,
+            backward_bytes=step.num_tokens * backward // part.tp + step.num_tokens * parts,
             logit_bytes=logit_bytes,
             made=_tensors(step, made),
             offloaded_bytes=total(_tensors(step, [(away, block[0])])),

@@ -23,7 +23,7 @@ class Experts(Dense):
     def widths(self) -> Mapping[str, int]:
         config = self.config
         of_experts = {"num_experts": config.num_experts, "experts_per_token": config.experts_per_token}
-        return {**super().widths, **of_experts}
+        return {**super().widths, **of_experts, "num_shared_experts": config.num_shared_experts}
 
     @property
     def _places(self) -> float:

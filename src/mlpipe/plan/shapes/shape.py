@@ -190,6 +190,7 @@ class StepShape(NamedTuple):
     offloads: bool = False  # inputs of recomputed blocks wait on the host
     fused_head: bool = False  # with the loss: logits are never whole
     float8: bool = False  # products of the blocks' linear layers
+    exact_sums: bool = False  # as of `TrainPlan`
 
     @property
     def num_tokens(self) -> int:

@@ -22,7 +22,12 @@ from mlpipe.plan.work import TrainPlan
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.world import World
 
-_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+_MATMULS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.mm.dtype,  # with an output wider than its inputs
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+}
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -40,3 +40,30 @@ def attend_backward(
     return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
         grad, q, k, v, out, log_sum, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
     )
+
+
+def attend_last(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """As `attend`, of queries of the last tokens that there are keys of, each to those up to its own."""
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+            q, k, v, 0.0, False, attn_mask=_unseen(q, k)
+        )
+    return attend(q, k, v, causal=True)  # of fewer queries than keys it takes the last ones
+
+
+def attend_last_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, on a CPU in fp32: a GPU's kernel gives them rounded."""
+    if q.device.type == "cpu":
+        wide = [x.to(log_sum.dtype) for x in (grad, q, k, v, out)]
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+            *wide, log_sum, 0.0, False, attn_mask=_unseen(wide[1], k)
+        )
+    return attend_backward(grad, q, k, v, out, log_sum, causal=True)
+
+
+def _unseen(q: Tensor, k: Tensor) -> Tensor:
+    """What to add to scores of such queries."""
+    mask = q.new_full((q.shape[2], k.shape[2]), float("-inf"))
+    return mask.triu_(k.shape[2] - q.shape[2] + 1)

@@ -40,7 +40,9 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
             hint="write precision: bf16 and another num_heads, or leave cp out of the mesh",
             kind="input",
         )
-    parts = _Parts(llama, RankGroup.along("cp", world, model.waits), plan.context_exchange)
+    parts = _Parts(
+        llama, RankGroup.along("cp", world, model.waits, exact=plan.exact_sums), plan.context_exchange
+    )
     model.built.module.register_forward_pre_hook(parts.look)
     llama.rotations = parts.rotations  # type: ignore[method-assign]
     for module in llama.modules():

@@ -18,12 +18,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mlpipe.plan.work import ContextExchange
-from mlpipe.train.parallel import gathered_attention, ring_attention
+from mlpipe.train.parallel import exact_attention, gathered_attention, ring_attention
 from mlpipe.train.parallel.rank_group import RankGroup
 
 # By a number, which is what an operator can take.
 RANKS: dict[int, tuple[RankGroup, ContextExchange]] = {}
 _WAYS: dict[ContextExchange, Any] = {"all_gather": gathered_attention, "ring": ring_attention}
+
+
+def _way(ranks: RankGroup, exchange: ContextExchange) -> Any:
+    return exact_attention if ranks.exact and exchange == "all_gather" else _WAYS[exchange]
 
 
 def context_attention(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, number: int) -> Tensor:
@@ -48,15 +52,15 @@ class _ContextAttention(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    ranks, exchange = RANKS[number]
-    return _WAYS[exchange].forward(q, k, v, ranks)  # type: ignore[no-any-return]
+    ranks, _ = RANKS[number]
+    return _way(*RANKS[number]).forward(q, k, v, ranks)  # type: ignore[no-any-return]
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ranks, exchange = RANKS[number]
-    return _WAYS[exchange].backward(grad, q, k, v, out, log_sums, ranks)  # type: ignore[no-any-return]
+    ranks, _ = RANKS[number]
+    return _way(*RANKS[number]).backward(grad, q, k, v, out, log_sums, ranks)  # type: ignore[no-any-return]
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:

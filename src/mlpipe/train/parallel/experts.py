@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mlpipe.plan.work import TrainPlan
 from mlpipe.train.models.moe import Compute, Exchange, Experts, Rows
+from mlpipe.train.parallel.exact_products import low_dtype
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup
 from mlpipe.train.slices import Slice, keep_slice
@@ -60,7 +61,8 @@ class OwnRows:
         own = ends_E.shape[0] // self.ranks.num_ranks
         first = self.ranks.rank * own
         begin, end = F.pad(ends_E, (1, 0))[[first, first + own]].tolist()
-        y_SD = compute(x_SD[begin:end], ends_E[first : first + own] - begin)
+        low = low_dtype(x_SD)  # of ranks that add exactly the rows are wider
+        y_SD = compute(x_SD[begin:end].to(low), ends_E[first : first + own] - begin)
         return F.pad(y_SD, (0, 0, begin, x_SD.shape[0] - end))
 
 

@@ -8,7 +8,7 @@ Activation Recomputation in Large Transformer Models, 2022, section 4.2.2); what
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,17 +32,23 @@ def send_together(tensors: list[Tensor]) -> None:
 @dataclass(frozen=True)
 class RankGroup:
     """This is `rank` of `num_ranks`, of the process group `group` (None: the default one). `timed` wraps a
-    collective, so that it counts as waiting."""
+    collective, so that it counts as waiting. `exact`: parts of a sum over these ranks are in fp32, and the
+    sum alone is rounded (`TrainPlan.exact_sums`)."""
 
     rank: int
     num_ranks: int
     group: dist.ProcessGroup | None
     timed: Callable[[Callable[..., Any]], Callable[..., Any]]
+    exact: bool = field(default=False, kw_only=True)
 
     @staticmethod
-    def along(axis: str, world: World, waits: Waits) -> RankGroup:
+    def along(axis: str, world: World, waits: Waits, *, exact: bool = False) -> RankGroup:
         """Of the ranks that differ from this one along `axis`, or joined axes, only."""
-        return RankGroup(*world.place(axis), world.group(axis), waits.timed)
+        return RankGroup(*world.place(axis), world.group(axis), waits.timed, exact=exact)
+
+    def addend(self, part: Tensor) -> Tensor:
+        """As it is to be added up."""
+        return part.float() if self.exact else part
 
     def all_gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, one behind the other. No gradients."""
@@ -106,14 +112,15 @@ class RankGroup:
 
 
 def gathered_rows(part: Tensor, ranks: RankGroup) -> Tensor:
-    """All rows, for who gives each rank another part of the gradient: those are summed."""
+    """All rows, for who gives each rank another part of the gradient: those are summed. Of ranks that add
+    exactly in fp32, so that these parts are not rounded before."""
     whole: Tensor = _GatherRows.apply(part, ranks)
     return whole
 
 
-def scattered_sum(partial: Tensor, ranks: RankGroup) -> Tensor:
-    """This rank's rows of the sum."""
-    part: Tensor = _ScatterSum.apply(partial, ranks)
+def scattered_sum(partial: Tensor, ranks: RankGroup, dtype: torch.dtype | None = None) -> Tensor:
+    """This rank's rows of the sum, rounded to `dtype`."""
+    part: Tensor = _ScatterSum.apply(partial, ranks, dtype)
     return part
 
 
@@ -140,23 +147,23 @@ def embedded_here(embedding: nn.Embedding, ids: Tensor, ranks: RankGroup) -> Ten
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: RankGroup) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.all_gather(part)
+        ctx.ranks, ctx.dtype = ranks, part.dtype
+        return ranks.addend(ranks.all_gather(part))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.reduce_scatter(gradient), None
+        return ctx.ranks.reduce_scatter(gradient).to(ctx.dtype), None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, ranks: RankGroup) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.reduce_scatter(partial)
+    def forward(ctx: Any, partial: Tensor, ranks: RankGroup, dtype: torch.dtype | None) -> Tensor:
+        ctx.ranks, ctx.dtype = ranks, partial.dtype
+        return ranks.reduce_scatter(ranks.addend(partial)).to(dtype or partial.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.all_gather(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.ranks.all_gather(gradient).to(ctx.dtype), None, None
 
 
 class _Copy(torch.autograd.Function):

@@ -14,7 +14,6 @@ gathered is in its place at once. The gradients of the norms are of a rank's own
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from mlpipe._core.meshes import TENSOR_WIDTHS, uneven_tensors
 from mlpipe._core.presets import LlamaConfig, MoeConfig
 from mlpipe.plan.work import TrainPlan
 from mlpipe.train.models.llama import MLP, Attention, Llama, Part, RMSNorm
+from mlpipe.train.parallel.exact_products import low_dtype, part_of_outputs, part_of_sum
 from mlpipe.train.parallel.lora import added
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup, embedded_here, gathered_rows, scattered_sum
@@ -47,14 +47,15 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     llama = model.built.model
     assert isinstance(llama, Llama)
     _check(llama.config, plan.model.seq_len, world.mesh.tp, plan.model.build.entry)
-    ranks = RankGroup.along("tp", world, model.waits)
+    ranks = RankGroup.along("tp", world, model.waits, exact=plan.exact_sums)
     done: dict[int, nn.Parameter] = {}
 
     def cut(module: nn.Module, dim: int, name: str = "weight") -> None:
         keep_slice(module, name, Slice("tp", dim, ranks.rank, ranks.num_ranks, ranks.group), done)
 
-    for block in llama.layers:
-        for module in block.modules():
+    for part in (block.get_submodule(name) for block in llama.layers for name in ("self_attn", "mlp")):
+        tokens = _Tokens(ranks)
+        for module in part.modules():
             for name, dim in _CUTS.get(type(module), {}).items():
                 projection = cast(nn.Linear, module.get_submodule(name))
                 cut(projection, dim)
@@ -64,17 +65,20 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
                 if projection.bias is not None and dim == 0:
                     cut(projection, 0, "bias")
                 elif projection.bias is not None:
-                    projection.forward = partial(_with_share, projection, ranks.num_ranks)  # type: ignore[method-assign]
                     model.partial.append((projection, "bias"))
-        for part in map(block.get_submodule, ("self_attn", "mlp")):
-            part.register_forward_pre_hook(_gather(ranks))
-            part.register_forward_hook(lambda module, args, y: scattered_sum(y.flatten(0, -2), ranks))
+                if dim == 0 and ranks.exact:
+                    projection.forward = partial(_column, projection, tokens)  # type: ignore[method-assign]
+                elif dim == 1 and (ranks.exact or projection.bias is not None):
+                    projection.forward = partial(_row, projection, ranks)  # type: ignore[method-assign]
+        part.register_forward_pre_hook(tokens.gather)
+        part.register_forward_hook(tokens.scatter)
     cut(llama.embed_tokens, 0)
     llama.embed_tokens.forward = partial(_embed, llama.embed_tokens, ranks)  # type: ignore[method-assign]
-    llama.norm.register_forward_hook(lambda module, args, x: gathered_rows(x, ranks))
+    at_head = _Tokens(ranks)
+    llama.norm.register_forward_hook(lambda module, args, x: at_head.of_all(x))
     if llama.lm_head is not None:
         cut(llama.lm_head, 0)
-    llama.forward = partial(_forward, llama, ranks)  # type: ignore[method-assign]
+    llama.forward = partial(_forward, llama, at_head)  # type: ignore[method-assign]
     if isinstance(llama.config, MoeConfig):
         _split_experts(model, llama, ranks)
     model.partial += [(one, "weight") for one in llama.modules() if isinstance(one, RMSNorm)]
@@ -105,16 +109,18 @@ def _check(config: LlamaConfig, seq_len: int, tp: int, entry: str) -> None:
 
 
 def _forward(
-    llama: Llama, ranks: RankGroup, inputs: Tensor, part: Part | None = None, num_tokens: int | None = None
+    llama: Llama, at_head: _Tokens, inputs: Tensor, part: Part | None = None, num_tokens: int | None = None
 ) -> Tensor:
     """Token ids (B, T) -> this rank's part of the vocabulary's logits (B, T, V / tp); between parts of a
     pipeline this rank's tokens ((B T) / tp, D), of which `num_tokens` says T. A sequence that the ranks
     cannot share evenly, as of a text that is generated, is longer meanwhile: nothing looks ahead."""
     num_tokens = num_tokens or inputs.shape[1]
-    missing = -num_tokens % ranks.num_ranks
+    missing = -num_tokens % at_head.ranks.num_ranks
     if missing and (part is None or part.is_first):
         inputs = F.pad(inputs, (0, missing))
-    output = Llama.forward(llama, inputs, part, num_tokens + missing)
+    head = at_head.product if at_head.ranks.exact else None
+    output = Llama.forward(llama, inputs, part, num_tokens + missing, head=head)
+    at_head.forget()
     if part is not None and not part.is_last:
         return output
     return output.view(-1, num_tokens + missing, output.shape[-1])[:, :num_tokens]
@@ -125,19 +131,59 @@ def _embed(embedding: nn.Embedding, ranks: RankGroup, inputs_BT: Tensor) -> Tens
     return scattered_sum(embedded_here(embedding, inputs_BT.flatten(), ranks), ranks)
 
 
-def _with_share(projection: nn.Linear, num_ranks: int, x: Tensor) -> Tensor:
-    """Each rank adds as much of the bias as makes one of it in the sum over the ranks."""
-    y = F.linear(x, projection.weight, projection.bias / num_ranks)
+def _row(projection: nn.Linear, ranks: RankGroup, x: Tensor) -> Tensor:
+    """A part of the sum: each rank adds as much of the bias as makes one of it in all."""
+    bias = projection.bias
+    if ranks.exact:
+        y = part_of_sum(x, projection.weight)
+        y = y if bias is None else y + bias.to(low_dtype(x)).float() / ranks.num_ranks
+    else:
+        y = F.linear(x, projection.weight, None if bias is None else bias / ranks.num_ranks)
     return y + added(projection, x) if A in projection._parameters else y
 
 
-def _gather(ranks: RankGroup) -> Callable[..., tuple[Any, ...]]:
-    """Of a part of a block, whose other arguments begin with the cosines of each position."""
+def _column(projection: nn.Linear, tokens: _Tokens, x: Tensor) -> Tensor:
+    y = tokens.product(x, projection.weight, projection.bias)
+    return y + added(projection, x) if A in projection._parameters else y
 
-    def all_tokens(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_ND = gathered_rows(args[0], ranks)
+
+class _Tokens:
+    """Brings all ranks' tokens to a part of a block, or to the head, and adds up what comes out of it. Ranks
+    that add exactly give it fp32, for gradients that are not rounded, and keep their `own` tokens, and all of
+    them in the dtype of products, `low`."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.ranks = ranks
+        self.own: Tensor | None = None
+        self.low: Tensor | None = None
+
+    def gather(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of a part of a block, whose other arguments begin with the cosines of each position."""
+        x_ND = self.of_all(args[0])
         if len(args) == 1:
             return (x_ND,)
         return (x_ND.view(-1, args[1].shape[0], x_ND.shape[-1]), *args[1:])
 
-    return all_tokens
+    def of_all(self, own: Tensor) -> Tensor:
+        """All tokens, of this rank's."""
+        x_ND = gathered_rows(own, self.ranks)
+        if self.ranks.exact:
+            self.own, self.low = own, x_ND.detach().to(own.dtype)
+        return x_ND
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Of these tokens, `x`, with this rank's rows of a matrix. One rank rounds the gradient that each
+        product gives of them: so each is added up by itself."""
+        assert self.own is not None
+        assert self.low is not None
+        low = self.low.view(x.shape)
+        return part_of_outputs(self.own, low, weight, bias, self.ranks.reduce_scatter)
+
+    def scatter(self, module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        """This rank's tokens of the sum of what the ranks' parts give."""
+        dtype = y.dtype if self.low is None else self.low.dtype
+        self.forget()
+        return scattered_sum(y.flatten(0, -2), self.ranks, dtype)
+
+    def forget(self) -> None:
+        self.own = self.low = None

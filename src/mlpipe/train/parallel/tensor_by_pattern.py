@@ -22,6 +22,7 @@ from mlpipe._core.meshes import UNSPLIT
 from mlpipe._core.patterns import matching, nearest
 from mlpipe.plan.work import ModelPlan, TrainPlan
 from mlpipe.train.contract import broken
+from mlpipe.train.parallel.exact_products import low_dtype, part_of_outputs, part_of_sum
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup, copied, embedded_here, summed
 from mlpipe.train.slices import Slice, keep_slice
@@ -36,7 +37,8 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     fit."""
     if plan.adapter is not None:
         raise broken(plan.model.build.entry, "an adapter does not go with tp of this model yet", "make tp 1")
-    model.partial += split(model.built.model, plan.model, RankGroup.along("tp", world, model.waits))
+    ranks = RankGroup.along("tp", world, model.waits, exact=plan.exact_sums)
+    model.partial += split(model.built.model, plan.model, ranks)
 
 
 def split(own: nn.Module, plan: ModelPlan, ranks: RankGroup) -> list[tuple[nn.Module, str]]:
@@ -110,7 +112,10 @@ def _split(
     else:
         if module.bias is not None:
             keep_slice(module, "bias", cut, done)
-        module.register_forward_pre_hook(lambda module, args: (shared(args[0]), *args[1:]))
+        if isinstance(module, nn.Linear) and ranks.exact:
+            module.forward = functools.partial(_part_of_outputs, module, ranks)  # type: ignore[method-assign]
+        else:
+            module.register_forward_pre_hook(lambda module, args: (shared(args[0]), *args[1:]))
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
@@ -120,8 +125,16 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 
 def _add_up(linear: nn.Linear, ranks: RankGroup, x: Tensor) -> Tensor:
+    if ranks.exact:
+        low, y = low_dtype(x), summed(part_of_sum(x, linear.weight), ranks)
+        return (y if linear.bias is None else y + linear.bias.to(low)).to(low)
     y = summed(F.linear(x, linear.weight), ranks)
     return y if linear.bias is None else y + linear.bias.to(y.dtype)
+
+
+def _part_of_outputs(linear: nn.Linear, ranks: RankGroup, x: Tensor) -> Tensor:
+    low = x.to(low_dtype(x))
+    return part_of_outputs(low, low, linear.weight, linear.bias, ranks.all_reduce)
 
 
 def _embed(embedding: nn.Embedding, ranks: RankGroup, ids: Tensor) -> Tensor:
