@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from kit.place import quick_driver
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 THING = "mlpipe.test/thing"
 TAINT = "mlpipe.test/reserved"
+# what changes without news of pods, as a quota, is looked at sooner than after 20 s
+QUICK = quick_driver({"mlpipe.submit.kubernetes.gang:_NOTE_AGAIN_SECONDS": 3.0})
 
 
 def pod(stage: str, **changes: object) -> dict[str, object]:
@@ -66,6 +69,10 @@ STAGES: dict[str, tuple[dict[str, object], dict[str, object] | None, str]] = {
 }
 
 
+def patches() -> list[dict[str, object]]:
+    return [QUICK, *(patch for _, patch, _ in STAGES.values() if patch is not None)]
+
+
 def test_status_says_why_each_stage_waits(place, hold):
     """One run whose stages all wait, for different reasons."""
     cluster, path = place.cluster, place.spec("waits", model=hold.model, nodes=1)
@@ -76,7 +83,7 @@ def test_status_says_why_each_stage_waits(place, hold):
         for name, (resources, _, _) in STAGES.items()
     ]
     document["kubernetes"] |= {
-        "patches": [patch for _, patch, _ in STAGES.values() if patch is not None],
+        "patches": patches(),
         "tolerations": [{"key": TAINT}],
     }
     path.write_text(json.dumps(document))
@@ -88,7 +95,7 @@ def test_status_says_why_each_stage_waits(place, hold):
     assert place.objects("jobs,pods,configmaps", "waits") == []
     del STAGES["security"]
     document["stages"] = [one for one in document["stages"] if one["name"] != "security"]
-    document["kubernetes"]["patches"] = [patch for _, patch, _ in STAGES.values() if patch is not None]
+    document["kubernetes"]["patches"] = patches()
     path.write_text(json.dumps(document))
     cluster.kubectl("create", "quota", "things", "-n", place.namespace, f"--hard=requests.{THING}=0")
     cluster.kubectl("taint", "nodes", "--all", f"{TAINT}=yes:NoSchedule")

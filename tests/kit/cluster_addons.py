@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -96,7 +97,7 @@ class Addons:
 
     def restart_kueue(self, process: Process) -> None:
         """Ready when it returns."""
-        process.stop()
+        process.stop(signal.SIGKILL)
         process.start()
         self._wait_until_answers(process, "http://127.0.0.1:8082/readyz")
 
