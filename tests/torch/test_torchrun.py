@@ -38,6 +38,7 @@ found = {
     "own": os.environ["MARK"],
     "start method": multiprocessing.get_start_method(allow_none=True),
     "parent": os.getppid(),
+    "can use GPUs": not sys.modules["torch"].cuda._is_in_bad_fork(),
 }
 Path(sys.argv[1], f"{restart}-{rank}.json").write_text(json.dumps(found))
 print("standard output of", rank)
@@ -94,6 +95,7 @@ def test_a_rank_is_a_fork_with_nothing_of_torchruns_but_its_modules(tmp_path: Pa
             "command": ["-u", "-m", "a_rank", arguments[0]],
             "own": "mine",
             "start method": None,
+            "can use GPUs": True,
         }, name
     assert [len(found) for found in parents.values()] == [1, 1]  # one import for all of them
     errors = {
