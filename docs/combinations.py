@@ -17,7 +17,7 @@ from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.meshes import AXES
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.pipelines import SCHEDULES
-from mlpipe.spec.links import ROUNDS
+from mlpipe.spec.rounds import ROUNDS
 
 TESTS = Path(__file__).resolve().parents[1] / "tests" / "torch"
 _ABOUT_AXES = {

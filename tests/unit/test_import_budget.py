@@ -15,6 +15,8 @@ PIPELINES = Path(__file__).parents[2] / "pipelines"
 
 
 # What only a search over all axes, or a model of experts, needs.
+# Mappings of the file, and rules between them, that few files have: not this one.
+_OF_FEW_FILES = ("kubernetes_parts", "network", "overrides", "rounds", "slurm", "sweep", "weights")
 _UNASKED = ("search", "pipelining", "axes.tp", "axes.cp", "axes.pp", "axes.ep", "shapes.experts")
 
 
@@ -24,15 +26,18 @@ def test_a_command_imports_no_more_than_it_needs(tmp_path, monkeypatch, argument
     words = arguments.split()
     if words[0] in ("validate", "plan", "render"):
         words.append(str(PIPELINES / "llm.yaml"))
-    modules = modules_of(tmp_path, *words)
+    modules, num_dataclasses = imported_by(tmp_path, *words)
     budget.within("modules imported", {f"mlpipe {arguments}": len(modules)})
+    # each takes a third of a millisecond, in which ten NamedTuples are made
+    budget.within("dataclasses made", {f"mlpipe {arguments}": num_dataclasses})
+    assert not {f"mlpipe.spec.{name}" for name in _OF_FEW_FILES} & modules
     if words[0] == "plan":  # nothing of it is this machine's: no backend is asked whether to measure it
         assert not {name for name in modules if name.startswith(("mlpipe.submit.", "mlpipe.observe."))}
 
 
 def test_a_plan_whose_strategy_is_named_knows_nothing_of_other_axes(tmp_path):
     words = ("plan", str(PIPELINES / "quickstart.yaml"), "--set", "train.strategy=ddp")
-    modules = modules_of(tmp_path, *words)
+    modules, _ = imported_by(tmp_path, *words)
     assert "mlpipe.plan.axes.dp_replicate" in modules
     assert not {f"mlpipe.plan.{name}" for name in _UNASKED} & modules
 
@@ -51,14 +56,19 @@ def test_validators_are_made_of_the_mappings_that_a_file_has(tmp_path):
     }, found.stderr  # fmt: skip
 
 
-def modules_of(folder: Path, *words: str) -> set[str]:
-    """All that a command has imported when it ends."""
+def imported_by(folder: Path, *words: str) -> tuple[set[str], int]:
+    """All modules that a command has imported when it ends, and how many dataclasses are in ours."""
     script = (
         "import sys\nfrom mlpipe.cli.app import run_app\n"
         f"try:\n    run_app({list(words)})\nexcept SystemExit as ended:\n    code = ended.code\n"
-        "print(*sys.modules, file=sys.stderr)\nsys.exit(code)"
+        "ours = {name: vars(one) for name, one in sys.modules.items() if name.startswith('mlpipe')}\n"
+        "kinds = {one for held in ours.values() for one in held.values() if isinstance(one, type)}\n"
+        "made = [one for one in kinds if one.__module__ in ours and '__dataclass_fields__' in vars(one)]\n"
+        "print(len(made), *sys.modules, file=sys.stderr)\n"
+        "sys.exit(code)"
     )
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    return set(done.stderr.splitlines()[-1].split())
+    number, *modules = done.stderr.splitlines()[-1].split()
+    return set(modules), int(number)

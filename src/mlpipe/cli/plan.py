@@ -50,7 +50,6 @@ def command(
     from mlpipe._core.errors import PlanError
     from mlpipe.plan.ahead import named, plan_stage
     from mlpipe.spec.load import read_pipeline
-    from mlpipe.spec.network import origin
 
     if hardware is not None:
         overrides = (*overrides, *_name_hardware(spec, stage, hardware))
@@ -63,7 +62,11 @@ def command(
         from mlpipe.cli import plan_trace
 
         tracer = plan_trace.traced
-    documents, texts, network = [], [], origin(pipeline.network)
+    documents, texts, network = [], [], None
+    if pipeline.network is not None:
+        from mlpipe.spec.network import origin  # of few files
+
+        network = origin(pipeline.network)
     for name in named(pipeline, stage, where=spec):
         planned = plan_stage(pipeline, name, url, tracer)
         plan, shape, candidates, where = planned.plan, planned.traced, planned.candidates, planned.hardware

@@ -6,7 +6,7 @@ Importable with the standard library alone. Written by `plan/build.py`, read by 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mlpipe._core.serial import SPARSE
 
@@ -24,8 +24,7 @@ class Topology:
     inner_nodes: int | None = field(default=None, metadata=SPARSE)  # that one has for the run, if known
 
 
-@dataclass(frozen=True)
-class Toleration:
+class Toleration(NamedTuple):
     """As of a pod; None: not said."""
 
     key: str | None
@@ -35,8 +34,7 @@ class Toleration:
     toleration_seconds: int | None
 
 
-@dataclass(frozen=True)
-class Volume:
+class Volume(NamedTuple):
     """A claim of the namespace, mounted at `path`."""
 
     claim: str
@@ -45,24 +43,21 @@ class Volume:
     read_only: bool
 
 
-@dataclass(frozen=True)
-class EnvFrom:
+class EnvFrom(NamedTuple):
     """All keys of a Secret or ConfigMap as variables."""
 
     kind: Literal["secret", "config_map"]
     name: str
 
 
-@dataclass(frozen=True)
-class SecretKey:
+class SecretKey(NamedTuple):
     """One value in a Secret."""
 
     secret: str
     key: str
 
 
-@dataclass(frozen=True)
-class WebIdentity:
+class WebIdentity(NamedTuple):
     """Roles: ARN; None: what the server knows by the token. `endpoint`: of the token service; None: by the
     store's."""
 
@@ -72,16 +67,14 @@ class WebIdentity:
     endpoint: str | None
 
 
-@dataclass(frozen=True)
-class CaBundle:
+class CaBundle(NamedTuple):
     """Where in a ConfigMap the certificates stand that are trusted besides."""
 
     config_map: str
     key: str
 
 
-@dataclass(frozen=True)
-class Proxy:
+class Proxy(NamedTuple):
     """Of requests that leave the cluster."""
 
     http: str | None
@@ -97,16 +90,14 @@ class Rdma:
     count: int
 
 
-@dataclass(frozen=True)
-class GpuClaims:
+class GpuClaims(NamedTuple):
     """A ResourceClaim for the GPUs of a pod. `expression`: CEL; None: any device of the class."""
 
     device_class: str
     expression: str | None
 
 
-@dataclass(frozen=True)
-class TopologyFile:
+class TopologyFile(NamedTuple):
     """NCCL's, in a ConfigMap."""
 
     config_map: str
@@ -124,16 +115,14 @@ class PodNetwork:
     topology: TopologyFile | None = field(default=None, metadata=SPARSE)
 
 
-@dataclass(frozen=True)
-class Scratch:
+class Scratch(NamedTuple):
     """A volume that comes and ends with a pod. `storage_class`: None: the cluster's default."""
 
     size_bytes: int
     storage_class: str | None
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """A claim in which a stage's caches outlive its pods."""
 
     claim: str
@@ -152,8 +141,7 @@ class Placement:
     scratch: Scratch | None = field(default=None, metadata=SPARSE)
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """Exactly one of `strategic` and `json` is set. `stage`, `component`: None means all."""
 
     kind: PatchKind
@@ -163,8 +151,7 @@ class Patch:
     json: tuple[dict[str, Any], ...] | None
 
 
-@dataclass(frozen=True)
-class TrainJob:
+class TrainJob(NamedTuple):
     """Kubeflow Trainer's. `overrides`: the field in which it changes the runtime's pods; Trainer 2.2 renamed
     it."""
 

@@ -7,7 +7,7 @@ Importable with the standard library alone. Written by `plan/build.py`, read by 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from mlpipe._core.serial import SPARSE, from_plain, read_json, to_plain, write_json
 from mlpipe.kinds import KINDS, Kind
@@ -20,8 +20,7 @@ SCHEMA_VERSION = 1
 AnyWork = TypeVar("AnyWork", bound=StageWork)
 
 
-@dataclass(frozen=True)
-class Replicas:
+class Replicas(NamedTuple):
     """Of an elastic training: how many replicas of the model may take part, each launched by itself. Fewer
     than `fewest` wait for others."""
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mlpipe.plan.plan import Launch
     from mlpipe.plan.work import StageWork
     from mlpipe.spec import kubernetes as k
+    from mlpipe.spec import kubernetes_parts as parts
     from mlpipe.spec.model import Pipeline, Resources, Stage
     from mlpipe.spec.network import Racks
 
@@ -155,7 +156,7 @@ def _of_one_class(
     )
 
 
-def _topology(spec: k.Topology | None, racks: Racks | None) -> c.Topology | None:
+def _topology(spec: parts.Topology | None, racks: Racks | None) -> c.Topology | None:
     if spec is None:
         return None
     label = spec.required or cast(str, spec.preferred)
@@ -163,27 +164,27 @@ def _topology(spec: k.Topology | None, racks: Racks | None) -> c.Topology | None
     return c.Topology(label, required=spec.required is not None, inner=spec.inner, inner_nodes=nodes)
 
 
-def _secret_env(spec: dict[str, k.SecretKey]) -> dict[str, c.SecretKey]:
+def _secret_env(spec: dict[str, parts.SecretKey]) -> dict[str, c.SecretKey]:
     return {name: c.SecretKey(secret.secret, secret.key) for name, secret in spec.items()}
 
 
-def _env_from(spec: k.EnvFrom) -> c.EnvFrom:
+def _env_from(spec: parts.EnvFrom) -> c.EnvFrom:
     if spec.secret is not None:
         return c.EnvFrom("secret", spec.secret)
     return c.EnvFrom("config_map", cast(str, spec.config_map))
 
 
-def _web_identity(spec: k.WebIdentity | None) -> c.WebIdentity | None:
+def _web_identity(spec: parts.WebIdentity | None) -> c.WebIdentity | None:
     return None if spec is None else c.WebIdentity(**spec.model_dump())
 
 
-def _patch(spec: k.Patch) -> c.Patch:
+def _patch(spec: parts.Patch) -> c.Patch:
     target = spec.target
     return c.Patch(target.kind, target.stage, target.component, spec.strategic, spec.json_)
 
 
 def _disk_bytes(
-    pipeline: Pipeline, stage: Stage, asked: str | None, scratch: c.Scratch | None, cache: k.Cache | None
+    pipeline: Pipeline, stage: Stage, asked: str | None, scratch: c.Scratch | None, cache: parts.Cache | None
 ) -> int | None:
     """Room for the copies of a bucket's files, beside what a pod has anyway; an evaluation reads what its
     training reads. Where they lie in a volume, that has the room. Raises PlanError."""
@@ -232,7 +233,10 @@ def _placement(spec: k.Placement | k.Kubernetes, others: k.Kubernetes | c.Placem
         value = getattr(spec, key)
         return getattr(others, key) if value is None else value
 
-    tolerations = (c.Toleration(**vars(toleration)) for toleration in said("tolerations"))
+    tolerations = (
+        c.Toleration(one.key, one.operator, one.value, one.effect, one.toleration_seconds)
+        for one in said("tolerations")
+    )
     return c.Placement(
         dict(said("node_selector")),
         tuple(tolerations),
@@ -285,7 +289,7 @@ def _is_gang(resources: Resources) -> bool:
     return resources.gpus_per_node * (2 if resources.replicas else resources.gang_nodes) > 1
 
 
-def _claims(spec: k.GpuClaims | None, resources: Resources) -> c.GpuClaims | None:
+def _claims(spec: parts.GpuClaims | None, resources: Resources) -> c.GpuClaims | None:
     """Raises PlanError for a class of a GPU that nobody knows."""
     if spec is None:
         return None

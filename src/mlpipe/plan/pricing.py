@@ -124,9 +124,10 @@ class Pricer:
         self.shape, self.training, self.hardware = shape, training, hardware
         self.uneven = uneven
         self.prices = (shape, training, hardware, uneven)
-        self._known: dict[tuple[Choices, Part, int], tuple[StepShape, Activations, Passes]] = {}
+        self._passes: dict[tuple[Choices, Part, int], tuple[StepShape, Passes]] = {}
+        self._activations: dict[StepShape, Activations] = {}
         self._priced: dict[tuple[Strategy, Mesh, Choices, bool], Candidate] = {}
-        self._bounds: dict[tuple[Mesh, Choices], tuple[float, int]] = {}
+        self._seconds_at_least: dict[tuple[Mesh, Choices], float] = {}
 
     def candidate(self, strategy: Strategy, mesh: Mesh, choices: Choices, *, asked: bool) -> Candidate:
         """With the cheaper exchange of keys and values, unless one is asked for."""
@@ -213,32 +214,38 @@ class Pricer:
         full = choices.micro_batch * self.uneven.cost(self.training.seq_len)
         return step_passes.of_rows(dealt.num_rows, dealt.work / (dealt.num_rows * full))
 
-    def bounds(self, mesh: Mesh, choices: Choices) -> tuple[float, int]:
-        """Seconds and bytes that no candidate is below which differs from this in its data axes alone (of as
-        many data ranks). Of a pipeline's ranks those of the one with the most blocks."""
-        if (mesh, choices) not in self._bounds:
-            self._bounds[mesh, choices] = self._least(mesh, choices)
-        return self._bounds[mesh, choices]
+    def least_seconds(self, mesh: Mesh, choices: Choices) -> float:
+        """That no candidate is below which differs from this in its data axes alone (of as many data ranks).
+        Of a pipeline's ranks those of the one with the most blocks."""
+        if (mesh, choices) not in self._seconds_at_least:
+            self._seconds_at_least[mesh, choices] = self._least_seconds(mesh, choices)
+        return self._seconds_at_least[mesh, choices]
 
-    def _least(self, mesh: Mesh, choices: Choices) -> tuple[float, int]:
-        fullest = max(self._parts(mesh), key=lambda part: part.num_blocks or 0)
-        step, activations, step_passes = self._on_one_rank(choices, mesh, fullest)
+    def _least_seconds(self, mesh: Mesh, choices: Choices) -> float:
+        _, step_passes = self._passes_of(choices, mesh, self._fullest_part(mesh))
         step_passes = self._packed(mesh, choices, step_passes)
-        hardware, parameters = self.hardware, self.shape.parameters.of(step.part)
-        layout = Layout(mesh, schedule=self.training.schedule)
+        hardware, layout = self.hardware, Layout(mesh, schedule=self.training.schedule)
         shared = min(
             self.exposed_seconds(step_passes, layout._replace(context_exchange=way), without_data(mesh))
             for way in self._exchanges(mesh)
         )
+        compute = slowest_ratio(hardware) * step_passes.compute
+        return hardware.speed.time_ratio * (compute + shared)
+
+    def least_bytes(self, mesh: Mesh, choices: Choices) -> int:
+        """Likewise."""
+        step, activations, _ = self._on_one_rank(choices, mesh, self._fullest_part(mesh))
+        hardware, parameters = self.hardware, self.shape.parameters.of(step.part)
         most = mesh.num_data_ranks * mesh.cp
         states = total(parameters.held(most, WEIGHT_BYTES))
         optimizer = self.training.optimizer
         kept = optimizer.states_on_gpu if hardware.device == "cuda" else optimizer.states
         states += total(kept(parameters.trained, most))
         held = total(activations.saved) + activations.logit_bytes
-        speed = hardware.speed
-        compute = slowest_ratio(hardware) * step_passes.compute
-        return speed.time_ratio * (compute + shared), int(speed.memory_ratio * (states + held))
+        return int(hardware.speed.memory_ratio * (states + held))
+
+    def _fullest_part(self, mesh: Mesh) -> Part:
+        return max(self._parts(mesh), key=lambda part: part.num_blocks or 0)
 
     def _parts(self, mesh: Mesh) -> list[Part]:
         """Of a pipeline those of its first, last and second rank. Others have no more to do than the second
@@ -269,8 +276,15 @@ class Pricer:
 
     def _on_one_rank(self, choices: Choices, mesh: Mesh, part: Part) -> tuple[StepShape, Activations, Passes]:
         """Before data parallelism divides its states."""
+        step, step_passes = self._passes_of(choices, mesh, part)
+        if step not in self._activations:
+            self._activations[step] = self.shape.activations(step, self.hardware.device)
+        return step, self._activations[step], step_passes
+
+    def _passes_of(self, choices: Choices, mesh: Mesh, part: Part) -> tuple[StepShape, Passes]:
+        """The same without its activations, for what is too slow whatever it keeps."""
         key = choices, part, mesh.num_data_ranks
-        if key not in self._known:
+        if key not in self._passes:
             training, hardware = self.training, self.hardware
             samples = training.global_batch // mesh.num_data_ranks
             step = StepShape(
@@ -286,9 +300,8 @@ class Pricer:
                 training.float8,
                 adds_exactly(training.deterministic, choices.precision),
             )
-            activations = self.shape.activations(step, hardware.device)
-            self._known[key] = (step, activations, passes(self.shape, step, hardware))
-        return self._known[key]
+            self._passes[key] = (step, passes(self.shape, step, hardware))
+        return self._passes[key]
 
     def _exchanged(self, part: Part, layout: Layout) -> Exchanged | None:
         compress, trained = self.training.compress, self.shape.parameters.of(part).trained

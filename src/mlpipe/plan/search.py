@@ -122,14 +122,14 @@ def search(
         for each in choices:
             if each.micro_batch in slow:
                 continue
-            seconds, num_bytes = pricer.bounds(mesh, each)
+            seconds = pricer.least_seconds(mesh, each)
             result.num_points += 1
-            if prune and seconds > limit * ROOM_WINDOW:
-                slow.add(each.micro_batch)
             for axis in ("pp", "cp", "tp", "ep"):
                 if getattr(mesh, axis) > 1:
                     result.bounds[axis] = min(seconds, result.bounds.get(axis, math.inf))
-            if not prune or num_bytes <= pricer.hardware.memory_bytes:
+            if prune and seconds > limit * ROOM_WINDOW:
+                slow.add(each.micro_batch)
+            elif not prune or pricer.least_bytes(mesh, each) <= pricer.hardware.memory_bytes:
                 queue.append(Point(mesh, each, seconds))
     best = math.inf
     roomy: list[Candidate] = []  # too slow to be worth it, but for what they leave free

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from mlpipe._core.gate import Mode
 from mlpipe._core.pipelines import Schedule
@@ -159,8 +159,7 @@ class FilesPlan:
         return (self.path,)
 
 
-@dataclass(frozen=True)
-class ChatFile:
+class ChatFile(NamedTuple):
     """One of several that are mixed; `weight`: its share of the samples beside the others'."""
 
     path: str
@@ -188,8 +187,7 @@ class ChatPlan:
         return tuple(one.path for one in self.mix) if self.path is None else (self.path,)
 
 
-@dataclass(frozen=True)
-class SourcePlan:
+class SourcePlan(NamedTuple):
     """One of several sources, as in `DataPlan`; `weight`: its share of the samples beside the others'."""
 
     weight: float
@@ -255,8 +253,7 @@ class DataPlan:
         return made if self.collate is None else (*made, Entry(self.collate, {}))
 
 
-@dataclass(frozen=True)
-class ParameterGroup:
+class ParameterGroup(NamedTuple):
     """Parameters whose names match the pattern, and are of no earlier group. `lr_scale`: times the learning
     rate. `weight_decay`: instead of the optimizer's, of vectors as well; None: as all others."""
 
@@ -265,8 +262,7 @@ class ParameterGroup:
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True)
-class EmaPlan:
+class EmaPlan(NamedTuple):
     """Exponential moving average of the weights: after each `every` steps `average = decay * average +
     (1 - decay) * weight`."""
 
@@ -329,8 +325,7 @@ class CheckpointPlan:
     asynchronous: bool
 
 
-@dataclass(frozen=True)
-class CallbackPlan:
+class CallbackPlan(NamedTuple):
     """A user's class by import path, called with `args`. `ranks`: the first one has it, or all have."""
 
     entry: str
@@ -406,16 +401,14 @@ class MetricPlan:
     args: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class BestPlan:
+class BestPlan(NamedTuple):
     """The checkpoint to keep: that with the least or the largest value of `metric`."""
 
     metric: str
     mode: Mode
 
 
-@dataclass(frozen=True)
-class StopPlan:
+class StopPlan(NamedTuple):
     """The training ends after `patience` validations in a row none of which was better, by more than
     `min_delta`, than the best before them."""
 
@@ -501,8 +494,7 @@ class StageWork:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class ProfilePlan:
+class ProfilePlan(NamedTuple):
     """From step `at` on so many are profiled, unasked."""
 
     at: int

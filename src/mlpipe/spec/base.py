@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any, cast, get_origin
 
@@ -79,6 +80,19 @@ class OnNeed:
 def on_need(name: str, load: Callable[[], type[SpecModel]]) -> Any:
     """The type of mappings of the class `name`, which `load` makes, or imports."""
     return type(name, (OnNeed,), {"name": name, "load": staticmethod(cache(load))})
+
+
+class OnNeedOf:
+    """Stands in annotations for a module of this folder, which is imported for the files that have a mapping
+    of one of its classes; see `on_need`."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        made = on_need(name, lambda: getattr(import_module(f"mlpipe.spec.{self._module}"), name))
+        setattr(self, name, made)
+        return made
 
 
 def model_of(annotation: Any) -> type[BaseModel] | None:

@@ -1,28 +1,21 @@
-"""The `kubernetes` section of a pipeline file, typed. Between its values: `spec/kubernetes_rules.py`."""
+"""The `kubernetes` section of a pipeline file, typed. Mappings in it that few files have:
+`spec/kubernetes_parts.py`. Between its values: `spec/kubernetes_rules.py`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from mlpipe.spec import fields as f
-from mlpipe.spec.base import SpecModel, one_of
+from mlpipe.spec.base import OnNeedOf, SpecModel
 
+if TYPE_CHECKING:
+    from mlpipe.spec import kubernetes_parts as parts
+else:
+    parts = OnNeedOf("kubernetes_parts")
 
-class Topology(SpecModel):
-    """Kueue's topology-aware scheduling: the gang in one domain."""
-
-    model_config = ConfigDict(json_schema_extra=one_of("required", "preferred"))
-
-    required: f.LabelKey | None = Field(None, description="Node label; waits until one domain has room.")
-    preferred: f.LabelKey | None = Field(None, description="Node label; else as few domains as possible.")
-    inner: f.LabelKey | None = Field(
-        None,
-        description="Node label of smaller domains, such as racks: each group of nodes whose ranks share "
-        "weights (`dp_shard`, `cp`, `tp`) in one; of a pipeline all stages, if `network.racks` says that one "
-        "has as many nodes; replicas may stand in several.",
-    )
+PREFER = "Labels of the nodes to take first, such as a spot pool's; others where these have no room."
 
 
 class Toleration(SpecModel):
@@ -48,36 +41,6 @@ class Volume(SpecModel):
     read_only: bool = Field(False, description="Mount without the right to write.")
 
 
-class EnvFrom(SpecModel):
-    """All keys of one Secret or ConfigMap as environment variables."""
-
-    model_config = ConfigDict(json_schema_extra=one_of("secret", "config_map"))
-
-    secret: f.ObjectName | None = Field(None, description="Name of the Secret.")
-    config_map: f.ObjectName | None = Field(None, description="Name of the ConfigMap.")
-
-
-class SecretKey(SpecModel):
-    """One key of a Secret."""
-
-    secret: f.ObjectName = Field(description="Name of the Secret.")
-    key: f.DataKey = Field(description="Key in it.")
-
-
-class WebIdentity(SpecModel):
-    """Pods have no keys of the store: each shows the token of its ServiceAccount and is lent some (STS
-    AssumeRoleWithWebIdentity; IRSA on EKS)."""
-
-    role: f.Arn | None = Field(
-        None, description="Of the workers. Default: what the server knows by the token."
-    )
-    driver_role: f.Arn | None = Field(None, description="Of the driver. Default: `role`.")
-    audience: f.Audience = Field("sts.amazonaws.com", description="Whom the token is for.")
-    endpoint: f.HttpUrl | None = Field(
-        None, description="Token service, as seen in the cluster. Default: the store's server, or AWS's."
-    )
-
-
 class ClusterStore(SpecModel):
     """How pods reach an S3 store; a folder needs a volume instead."""
 
@@ -90,35 +53,13 @@ class ClusterStore(SpecModel):
         None,
         description="The driver's, which promotes, and so writes more than workers. Default: `secret`.",
     )
-    web_identity: WebIdentity | None = Field(None, description="Instead of Secrets: keys lent for a token.")
+    web_identity: parts.WebIdentity | None = Field(
+        None, description="Instead of Secrets: keys lent for a token."
+    )
     endpoint: f.HttpUrl | None = Field(
         None, description="As seen in the cluster, like `http://minio.storage:9000`. Default: AWS."
     )
     region: f.LabelValue | None = Field(None, description="Default: that of the S3 client.")
-
-
-class CaBundle(SpecModel):
-    """Certificates that the pods trust, instead of those in the image."""
-
-    config_map: f.ObjectName = Field(description="Name of the ConfigMap.")
-    key: f.DataKey = Field("ca.crt", description="Its key with all certificates, PEM.")
-
-
-class Proxy(SpecModel):
-    """The way out of the cluster, for whoever reads these variables."""
-
-    http: f.HttpUrl | None = Field(None, description="HTTP_PROXY.")
-    https: f.HttpUrl | None = Field(None, description="HTTPS_PROXY.")
-    no_proxy: tuple[f.Text, ...] = Field(
-        (), strict=False, description="Hosts besides the cluster's own (`.svc`, `.cluster.local`)."
-    )
-
-
-class Rdma(SpecModel):
-    """Remote memory access between nodes. Needs IPC_LOCK, which only Pod Security `privileged` allows."""
-
-    resource: f.ResourceName = Field(description="Of the device plugin, like `rdma/hca`.")
-    count: f.FewCount = Field(1, description="Devices a pod.")
 
 
 class Scratch(SpecModel):
@@ -129,19 +70,6 @@ class Scratch(SpecModel):
     storage_class: f.ObjectName | None = Field(
         None, description="StorageClass, such as one of local NVMe disks. Default: the cluster's."
     )
-
-
-class Cache(SpecModel):
-    """A claim in which copies of data and what compilers make outlive the pods. Whoever may write to it
-    decides what all its trainings read and run."""
-
-    claim: f.ObjectName = Field(
-        description="Name of the claim; for stages on several nodes one that many nodes may write to."
-    )
-    sub_path: f.SubPath | None = Field(None, description="Folder in the volume. Default: its root.")
-
-
-PREFER = "Labels of the nodes to take first, such as a spot pool's; others where these have no room."
 
 
 class Placement(SpecModel):
@@ -160,55 +88,6 @@ class Placement(SpecModel):
     scratch: Scratch | None = Field(None, description="Disk of each pod's own, which is not its node's.")
 
 
-class GpuClaims(SpecModel):
-    """GPUs by dynamic resource allocation (`resource.k8s.io/v1`): each pod has a ResourceClaim for its own,
-    instead of a device plugin's resource."""
-
-    device_class: f.ObjectName | None = Field(
-        None, description="DeviceClass. Default: by the vendor of `resources.gpu`, such as `gpu.nvidia.com`."
-    )
-    expression: f.Text | None = Field(
-        None, description="CEL that a device must fulfil. Default: the product, or the slice, by its vendor."
-    )
-
-
-class PatchTarget(SpecModel):
-    """Which objects a patch changes: those that fit all of these."""
-
-    kind: Literal["Pod", "Job", "JobSet", "TrainJob", "Service", "ConfigMap", "PodGroup"] = Field(
-        description="`Pod`: the pod template inside a Job or JobSet, or that a TrainJob is made from."
-    )
-    stage: f.Name | None = Field(None, description="Default: every stage.")
-    component: Literal["worker", "driver"] | None = Field(None, description="Default: both.")
-
-
-class Patch(SpecModel):
-    """A last change to what is rendered."""
-
-    model_config = ConfigDict(json_schema_extra=one_of("strategic", "json"))
-
-    target: PatchTarget = Field(description="What to change.")
-    strategic: dict[f.Text, f.Json] | None = Field(
-        None, description="Merged in; lists of things with names by their names, null removes a key."
-    )
-    json_: Annotated[tuple[dict[f.Text, f.Json], ...], Field(strict=False)] | None = Field(
-        None, alias="json", description="Operations of RFC 6902; paths of a `Pod` start at its template."
-    )
-
-
-class TrainJob(SpecModel):
-    """A gang is a TrainJob of Kubeflow Trainer, made from a runtime that the platform owns."""
-
-    runtime: f.ObjectName = Field(description="Name of the runtime.")
-    kind: Literal["ClusterTrainingRuntime", "TrainingRuntime"] = Field(
-        "ClusterTrainingRuntime", description="Of the runtime: `TrainingRuntime` is one of the namespace."
-    )
-    overrides: Literal["runtimePatches", "podTemplateOverrides"] = Field(
-        "runtimePatches",
-        description="Field in which the pods are described: Trainer 2.1 calls it `podTemplateOverrides`.",
-    )
-
-
 class Kubernetes(SpecModel):
     """How a run looks on a cluster; every other backend ignores it."""
 
@@ -217,11 +96,11 @@ class Kubernetes(SpecModel):
         description="`indexed-job` needs no CRD, but a gang is not restarted as a whole; `trainjob` is for "
         "clusters with Kubeflow Trainer.",
     )
-    trainjob: TrainJob | None = Field(None, description="Of the form `trainjob`: what it is made from.")
+    trainjob: parts.TrainJob | None = Field(None, description="Of the form `trainjob`: what it is made from.")
     namespace: f.DnsLabel | None = Field(None, description="Default: that of the client's context.")
     queue: f.QueueName | None = Field(None, description="Kueue's LocalQueue.")
     queue_priority: f.QueueName | None = Field(None, description="Kueue's WorkloadPriorityClass.")
-    topology: Topology | None = Field(None, description="Kueue's topology-aware scheduling.")
+    topology: parts.Topology | None = Field(None, description="Kueue's topology-aware scheduling.")
     volcano_queue: f.ObjectName | None = Field(None, description="Volcano schedules the gang, in this queue.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
         "IfNotPresent", description="When a node fetches the image."
@@ -240,15 +119,15 @@ class Kubernetes(SpecModel):
     priority_class: f.ObjectName | None = Field(None, description="PriorityClass of the pods.")
     runtime_class: f.ObjectName | None = Field(None, description="RuntimeClass of the pods.")
     scratch: Scratch | None = Field(None, description="Disk of each pod's own, which is not its node's.")
-    cache: Cache | None = Field(None, description="What of the stages' caches outlives their pods.")
+    cache: parts.Cache | None = Field(None, description="What of the stages' caches outlives their pods.")
     volumes: tuple[Volume, ...] = Field((), strict=False, description="Claims to mount in every pod.")
-    env_from: tuple[EnvFrom, ...] = Field((), strict=False, description="For the workers.")
-    secret_env: dict[f.EnvName, SecretKey] = Field(
+    env_from: tuple[parts.EnvFrom, ...] = Field((), strict=False, description="For the workers.")
+    secret_env: dict[f.EnvName, parts.SecretKey] = Field(
         {},
         description="Variables of the workers from single keys of Secrets.",
         json_schema_extra={"additionalProperties": False},
     )
-    driver_secret_env: dict[f.EnvName, SecretKey] = Field(
+    driver_secret_env: dict[f.EnvName, parts.SecretKey] = Field(
         {},
         description="The same of the driver, which promotes: how it logs in at MLflow's registry, "
         "`MLFLOW_TRACKING_...` only.",
@@ -257,8 +136,8 @@ class Kubernetes(SpecModel):
     store: ClusterStore = Field(
         default_factory=lambda: ClusterStore.model_construct(), description="How pods reach an S3 store."
     )
-    ca_bundle: CaBundle | None = Field(None, description="Certificates to trust.")
-    proxy: Proxy | None = Field(None, description="The way out of the cluster.")
+    ca_bundle: parts.CaBundle | None = Field(None, description="Certificates to trust.")
+    proxy: parts.Proxy | None = Field(None, description="The way out of the cluster.")
     service_account: f.ObjectName = Field(
         "mlpipe-worker", description="Of the workers; its token is not mounted."
     )
@@ -268,7 +147,7 @@ class Kubernetes(SpecModel):
     shm: f.Size | None = Field(
         None, description="/dev/shm; counts as memory. Default: a quarter of the memory, at most 32 GiB."
     )
-    rdma: Rdma | None = Field(None, description="Remote memory access between nodes.")
+    rdma: parts.Rdma | None = Field(None, description="Remote memory access between nodes.")
     max_gang_restarts: f.FewOrZero = Field(
         3, description="Restarts of all pods of a stage; those by evictions and preemptions are free."
     )
@@ -283,11 +162,11 @@ class Kubernetes(SpecModel):
         description="Label of the nodes' GPUs, of NVIDIA's `nvidia.com/gpu.product`. Default: by "
         "`resources.gpu`.",
     )
-    gpu_claims: GpuClaims | None = Field(
+    gpu_claims: parts.GpuClaims | None = Field(
         None, description="GPUs by ResourceClaims. Default: by a device plugin's resource."
     )
     gpu_pods: Placement | None = Field(None, description="Where pods with GPUs stand. Default: where all do.")
     stages: (
         Annotated[dict[f.Name, Placement], Field(json_schema_extra={"additionalProperties": False})] | None
     ) = Field(None, description="Where the pods of single stages stand; goes before `gpu_pods`.")
-    patches: tuple[Patch, ...] = Field((), strict=False, description="Applied last, in this order.")
+    patches: tuple[parts.Patch, ...] = Field((), strict=False, description="Applied last, in this order.")

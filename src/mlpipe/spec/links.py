@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, create_model
 
-from mlpipe._core.compression import CODES, COMPRESSIONS, Argument, Compression
+from mlpipe._core.compression import COMPRESSIONS, Argument
 from mlpipe._core.feasibility import not_with_experts
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.presets import PRESETS, MoeConfig
 from mlpipe.spec import fields as f
-from mlpipe.spec.base import SpecModel
+from mlpipe.spec.base import OnNeedOf, SpecModel, on_need
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, problem_of_key, text_of
 
@@ -23,9 +23,9 @@ def _field(argument: Argument) -> Any:
     return Annotated[kind, bounds], Field(argument.default, description=argument.about)
 
 
-def _with_settings(name: str, known: Compression) -> type[SpecModel]:
+def _with_settings(name: str, title: str) -> type[SpecModel]:
     """`{name: {argument: ...}}`."""
-    title = "".join(part.title() for part in name.split("_"))
+    known = COMPRESSIONS[name]
     arguments: Any = {key: _field(argument) for key, argument in known.arguments.items()}
     settings = create_model(title, __base__=SpecModel, __doc__=known.about, **arguments)
     inner: Any = {name: (settings, Field(description=known.about))}
@@ -34,7 +34,12 @@ def _with_settings(name: str, known: Compression) -> type[SpecModel]:
     return made
 
 
-_OF_SETTINGS = {name: _with_settings(name, one) for name, one in COMPRESSIONS.items() if one.arguments}
+def _settings_on_need(name: str) -> Any:
+    title = "".join(part.title() for part in name.split("_"))
+    return on_need(f"{title}Compression", lambda: _with_settings(name, title))
+
+
+_OF_SETTINGS = {name: _settings_on_need(name) for name, one in COMPRESSIONS.items() if one.arguments}
 
 
 if TYPE_CHECKING:
@@ -51,81 +56,26 @@ def settings_of(compress: Compress) -> tuple[str, dict[str, float]]:
     return name, {**defaults, **said}
 
 
-_STALENESS = (
-    "So many steps a worker goes on while what it told travels, and may be ahead of the slowest. Default: it "
-    "waits."
-)
-
-
-class LocalSgd(SpecModel):
-    """Workers take the mean of their weights now and then (Stich, Local SGD, 2019)."""
-
-    sync_every: f.Count = Field(20, description="Steps between two means.")
-    staleness: f.FewOrZero = Field(0, description=_STALENESS)
-
-
-class DiLoCo(SpecModel):
-    """What workers have learnt since they agreed last is the gradient of an outer step with Nesterov momentum
-    (Douillard et al., DiLoCo, 2023)."""
-
-    sync_every: f.Count = Field(50, description="Steps between two outer steps.")
-    outer_lr: f.Positive = Field(0.7, description="Learning rate of the outer step.")
-    outer_momentum: f.BelowOne = Field(
-        0.5, description="Its momentum. The paper's 0.9 is for runs of many hundred rounds."
-    )
-    compress: Literal[CODES] | None = Field(  # type: ignore[valid-type]
-        None, description="How what was learnt is sent. Default: in fp32."
-    )
-    fragments: f.FewCount = Field(
-        1,
-        description="Parts of the model that take turns within `sync_every` steps, to spread the sending.",
-    )
-    staleness: f.FewOrZero = Field(0, description=_STALENESS)
-
-
-class Async(DiLoCo):
-    """diloco for workers that need not be at the same step (Liu et al., Asynchronous Local-SGD Training for
-    Language Modeling, 2024; bounded as by Ho et al., Stale Synchronous Parallel, 2013)."""
-
-    sync_every: f.Count = Field(20, description="Steps between two outer steps.")
-    staleness: f.FewCount = Field(
-        4,
-        description="So many steps a worker goes on while what it told travels, and may be ahead of the "
-        "slowest.",
-    )
-
-
-ROUNDS: dict[str, type[SpecModel]] = {"local_sgd": LocalSgd, "diloco": DiLoCo, "async": Async}
-
-
-def _update(name: str, about: str) -> type[SpecModel]:
-    """`{name: {...}}`."""
-    settings = ROUNDS[name]
-    inner: Any = {name: (settings, Field(description=about))}
-    words = f"{name}, with settings."
-    made: type[SpecModel] = create_model(
-        f"{settings.__name__}Update", __base__=SpecModel, __doc__=words, **inner
-    )
-    return made
-
-
+_rounds = OnNeedOf("rounds")
 _UPDATES = {
-    "local_sgd": _update("local_sgd", "How often."),
-    "diloco": _update("diloco", "How often, and the outer step."),
-    "async": _update("async", "How often, the outer step, and how far apart they may be."),
+    "local_sgd": _rounds.LocalSgdUpdate,
+    "diloco": _rounds.DiLoCoUpdate,
+    "async": _rounds.AsyncUpdate,
 }
 
 
 if TYPE_CHECKING:
     Update = str | SpecModel
 else:
-    Update = f.name_or_settings("an update", tuple(ROUNDS), _UPDATES)
+    Update = f.name_or_settings("an update", tuple(_UPDATES), _UPDATES)
 
 
 def round_of(update: Update) -> dict[str, Any]:
     """Figures of a round, as the plan has them: local SGD is an outer step of learning rate 1 without
     momentum."""
     if isinstance(update, str):
+        from mlpipe.spec.rounds import ROUNDS
+
         return ROUNDS[update]().model_dump(mode="json")
     (settings,) = update.model_dump(mode="json").values()
     return dict(settings)
@@ -174,9 +124,11 @@ def problems(train: Node, strategies: Mapping[str, Sequence[str]]) -> Iterator[P
 
 def _figures(update: Node) -> dict[str, tuple[Node | None, Any]]:
     """Of a round: where each is said, and what it is."""
-    name = next((one for one in ROUNDS if text_of(update) == one or get(update, one) is not None), None)
+    name = next((one for one in _UPDATES if text_of(update) == one or get(update, one) is not None), None)
     if name is None:
         return {}
+    from mlpipe.spec.rounds import ROUNDS
+
     fields = ROUNDS[name].model_fields
     said = {key: get(update, name, key) for key in ("sync_every", "fragments", "staleness")}
     return {

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, create_model
 
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.spec import fields as f
-from mlpipe.spec.base import SpecModel, on_need, one_of
+from mlpipe.spec.base import OnNeedOf, SpecModel, one_of
 from mlpipe.spec.part import spec_part
 from mlpipe.spec.problems import Place
 
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
     from mlpipe.spec.slurm import Slurm
     from mlpipe.spec.sweep import Sweep
 else:  # each in the module of its name, which is imported for the files that have it
-
-    def _section(name: str) -> Any:
-        return on_need(name, lambda: getattr(import_module(f"mlpipe.spec.{name.lower()}"), name))
-
-    Kubernetes, Network, Slurm, Sweep = map(_section, ("Kubernetes", "Network", "Slurm", "Sweep"))
+    Kubernetes, Network, Slurm, Sweep = (
+        getattr(OnNeedOf(name.lower()), name) for name in ("Kubernetes", "Network", "Slurm", "Sweep")
+    )
 
 AnyModel = TypeVar("AnyModel")
 

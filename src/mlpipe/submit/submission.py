@@ -62,7 +62,9 @@ class Submission:
 
     def __post_init__(self) -> None:
         """A run goes on where the user's own file of networks is not."""
-        from mlpipe.spec.network import written_out
+        if self.pipeline.network is None:
+            return
+        from mlpipe.spec.network import written_out  # of few files
 
         object.__setattr__(self, "overrides", written_out(self.pipeline.network, self.overrides))
 
