@@ -102,7 +102,7 @@ def _of_numbers(
         return math.log10(value) if is_log else float(value)
 
     low, high = convert(known[0]), convert(known[-1])
-    air = (high - low) * 0.05 or 0.5
+    air = (high - low) * 0.05 or max(0.5, abs(high) * 1e-9)
     scale = LinearScale(low - air, high + air, BOTTOM, TOP)
     if len(known) <= _MOST_TICKS:
         marks = [(value, f"{value:.4g}") for value in known]

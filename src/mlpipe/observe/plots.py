@@ -163,7 +163,8 @@ def _x_scale(steps: Sequence[float]) -> LinearScale:
     low, high = (min(steps), max(steps)) if steps else (0.0, 1.0)
     if low == 1 and high > 10:
         low = 0.0  # a round beginning for the ticks
-    room = 0.5 if high - low < 1 else 0.0
+    least = max(1.0, abs(high) * 1e-9)  # that can be told apart, whoever wrote the records
+    room = least / 2 if high - low < least else 0.0
     return LinearScale(low - room, high + room, LEFT + 6, RIGHT - 6)
 
 

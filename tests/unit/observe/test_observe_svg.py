@@ -113,6 +113,7 @@ def test_a_gap_where_the_value_is_not_finite():
 
 
 def test_one_point_is_a_dot():
+    draw(line_plot([Series("", "blue", [(2.0**62, 2.0), (2.0**62 + 512, 2.0)])], [], unit="nats"))
     svg = draw(line_plot([Series("", "blue", [(1.0, 2.0)])], [], unit="nats"))
     assert any(e.tag.endswith("circle") and e.get("opacity") is None for e in svg.iter())
 
