@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,8 @@ def heard(signals: Sequence[signal.Signals], stop: StopRequest) -> Iterator[None
         stop.request("interrupted" if number == signal.SIGINT else "cancelled", f"stopped by {name}")
         again = "Ctrl-C again" if number == signal.SIGINT else f"{name} again"
         # not print: the signal may have come in the middle of one
-        os.write(2, f"\nstopping: saving at the next step ({again}: at once)\n".encode())
+        with suppress(OSError):  # Ctrl-C has ended the `tee` that would hear it
+            os.write(2, f"\nstopping: saving at the next step ({again}: at once)\n".encode())
 
     former = {}
     for number in signals:
@@ -59,7 +60,8 @@ def finished_first() -> Iterator[None]:
         if came:
             raise Interrupt
         came = True
-        os.write(2, b"\nleaving as soon as it is started (Ctrl-C again: at once)\n")
+        with suppress(OSError):
+            os.write(2, b"\nleaving as soon as it is started (Ctrl-C again: at once)\n")
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield

@@ -3,6 +3,7 @@ ten seconds where none can be rewritten). Reads run.json and the records in the 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import time
@@ -56,8 +57,9 @@ class Lines:
         return False
 
     def write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # nobody hears it, and a run goes on
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
 
 def in_words(stage: StageState, colour: Callable[[str], str] = str) -> str:

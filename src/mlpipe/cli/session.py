@@ -29,13 +29,12 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def _heard_or_not() -> Iterator[None]:
-    """No run ends because its terminal is gone, or the disk is full that its notes are written to."""
+    """No run ends because its terminal is gone, a disk is full, or Ctrl-C has ended the `tee` behind it
+    first: from then on notes are written nowhere."""
     try:
         yield
-    except BrokenPipeError:
-        raise  # `| head`, as any program
     except OSError:
-        return
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class CliSession:

@@ -267,7 +267,7 @@ class _Watcher:
                 self._session.note(line)
             return
         self.close()
-        click.echo("".join(f"{line}\n" for line in lines), nl=False, err=True, color=True)
+        self._session.write("".join(f"{line}\n" for line in lines))
         self._num_lines = len(lines)
 
     def note(self, text: str) -> None:
@@ -283,5 +283,5 @@ class _Watcher:
     def close(self) -> None:
         """Take the live lines away."""
         if self._num_lines:
-            click.echo(f"\x1b[{self._num_lines}F\x1b[J", nl=False, err=True, color=True)
+            self._session.write(f"\x1b[{self._num_lines}F\x1b[J")
             self._num_lines = 0
