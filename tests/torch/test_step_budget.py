@@ -187,13 +187,11 @@ def test_what_travels_along_an_axis_is_what_the_planner_prices(counted):
     assert ep["alltoall_base_"] == 5 * layers
 
 
-@dataclasses.dataclass(frozen=True)
 class Asked(Wire):
     """In place of seconds, of one kind of collective how many there are, or the bytes that a rank gives and
     gets."""
 
-    kind: str = ""
-    calls: bool = False
+    kind, calls = "", False
 
     def _of(self, kind, num_bytes, num_ranks):
         return 0.0 if kind != self.kind or num_ranks == 1 else 1.0 if self.calls else num_bytes
@@ -234,7 +232,9 @@ def _asked(work, kind, calls):
     passes, layout = passes._replace(**no_time), layout_of(strategy, mesh, choices.communication)
     # while a rank of a pipeline is idle, others' collectives take time, of which it has none
     axes = (axis for axis in active(mesh) if axis is not pp or kind == "send")
-    return sum(axis.exposed_seconds(passes, Asked(hardware, kind, calls), layout) for axis in axes)
+    wire = Asked(hardware)
+    wire.kind, wire.calls = kind, calls
+    return sum(axis.exposed_seconds(passes, wire, layout) for axis in axes)
 
 
 @pytest.mark.parametrize("name", EXACT)
