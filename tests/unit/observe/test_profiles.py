@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlpipe.observe.profiles.findings import findings, kinds_of_layers
-from mlpipe.observe.profiles.measure import RankProfile, measure
+from mlpipe.observe.profiles.measure import RankProfile, class_of, measure
 from mlpipe.observe.profiles.text import profile_text
 from mlpipe.observe.profiles.trace import Trace, both, length, minus, union
 
@@ -115,6 +115,12 @@ def test_on_a_gpu_idle_is_when_no_kernel_computes():
     assert found.tiny_count == 1
     named = {one.cause: one.what for one in findings([found])}
     assert named["synchronisation"].startswith("head reads numbers out of tensors")
+
+
+def test_a_kernel_of_an_optimizer_is_no_matmul():
+    """However its name is spelled: AdamMath has an "mm"."""
+    kernel = "multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>"
+    assert class_of(f"void at::native::{kernel}") == "optimizer"
 
 
 def test_an_operator_that_waits_for_others_within_computes_only_what_operators_in_it_do():

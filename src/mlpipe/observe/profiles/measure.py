@@ -19,9 +19,11 @@ TINY_MICROSECONDS = 20.0
 _CLASSES = (
     ("communication", ("nccl", "gloo", "c10d", "all_gather", "reduce_scatter", "allreduce", "wait_tensor")),
     ("attention", ("attention", "flash", "fmha", "sdpa")),
-    ("norm", ("gammabeta",)),  # which has "mm" in its name, as layer norms' kernels on CUDA
+    # both have "mm" in their names on CUDA: layer norms' kernels, and FusedAdamMathFunctor
+    ("norm", ("gammabeta",)),
+    ("optimizer", ("multi_tensor",)),
     ("matmul", ("mm", "gemm", "gemv", "splitk", "linear", "matmul", "einsum", "conv", "cutlass", "nvjet")),
-    ("optimizer", (*OPTIMIZERS, "_foreach", "multi_tensor")),
+    ("optimizer", (*OPTIMIZERS, "_foreach")),
     ("loss", ("softmax", "cross_entropy", "nll", "logsumexp")),
     ("norm", ("norm", "rsqrt")),
     ("allocation", ("empty",)),
