@@ -152,7 +152,8 @@ def ranks(run_id: str) -> list[tuple[int, int, list[str], dict[str, str]]]:
         except OSError:
             continue
         env = dict(line.split("=", 1) for line in lines if "=" in line)
-        is_rank = leads and WORKER in argv and TORCHRUN not in argv and name.startswith("rank ")
+        ours = leads and argv[0] == sys.executable  # not of another checkout whose tests run here, too
+        is_rank = ours and WORKER in argv and TORCHRUN not in argv and name.startswith("rank ")
         if is_rank and env.get("MLPIPE_RUN_ID") == run_id:
             found.append((int(path.name), int(name.removeprefix("rank ")), argv, env))
     return found
