@@ -41,8 +41,9 @@ from mlpipe.store.folder import FolderStore
 from mlpipe.train.model import BuiltModel, LossModule
 from mlpipe.train.models.attention import causal_attention
 from mlpipe.train.models.llama import Llama, RMSNorm
-from mlpipe.train.parallel import context, ring_attention
+from mlpipe.train.parallel import context, exact_attention, ring_attention
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
+from mlpipe.train.parallel.attention_blocks import attend, attend_backward
 from mlpipe.train.parallel.context_attention import RANKS, context_attention
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup
@@ -86,14 +87,14 @@ class Threads:
         self.barrier.wait()
         return found
 
-    def all_gather(self, whole: Tensor, part: Tensor, group: Any, async_op: bool) -> Any:
+    def all_gather(self, whole: Tensor, part: Tensor, group: Any, async_op: bool = False) -> Any:
         found = self._exchange("all_gather", part)
 
         class Work:
             def wait(self) -> None:
                 whole.copy_(torch.cat(found))
 
-        return Work()
+        return Work() if async_op else Work().wait()
 
     def all_to_all(self, received: Tensor, sent: Tensor, group: Any) -> None:
         received.copy_(torch.stack([one[self.here.rank] for one in self._exchange("all_to_all", sent)]))
@@ -164,6 +165,28 @@ def test_attention_is_exact(
     numbers = 2 * batch * kv_heads * length * channels // num_ranks * (num_ranks - 1)
     gathered = {"all_gather": 2 * 8 * numbers, "all_to_all": 8 * numbers}
     assert threads.sent == Counter(gathered if exchange == "all_gather" else {"send": 3 * 8 * numbers})
+
+
+def test_exact_attention_rounds_as_that_of_one_rank(monkeypatch: Any) -> None:
+    """The output to the bit; gradients once, when all parts are added."""
+    threads, draw = Threads(2, monkeypatch), torch.Generator().manual_seed(1)
+    shapes = ((2, 4, 64, 8), (2, 2, 64, 8), (2, 2, 64, 8), (2, 4, 64, 8))
+    q, k, v, grad = (torch.randn(shape, generator=draw).bfloat16() for shape in shapes)
+    out, log_sums = attend(q, k, v, causal=True)
+    wide = [one.float() for one in (grad, q, k, v, out)]
+    expected = [one.bfloat16() for one in attend_backward(*wide, log_sums, causal=True)]
+
+    def on(rank: int) -> list[Tensor]:
+        ranks = RankGroup(rank, 2, None, timed, exact=True)
+        own = [context.cut(one, 2, rank, 2) for one in (q, k, v)]
+        part, sums = exact_attention.forward(*own, ranks)
+        found = exact_attention.backward(context.cut(grad, 2, rank, 2), *own, part, sums, ranks)
+        return [part, *found]
+
+    for rank, (part, *found) in enumerate(threads.run(on)):
+        assert torch.equal(part, context.cut(out, 2, rank, 2))
+        for one, whole in zip(found, expected, strict=True):
+            assert (one != context.cut(whole, 2, rank, 2)).float().mean() < 0.01
 
 
 class Alive(TorchDispatchMode):
