@@ -3,8 +3,7 @@ of its steps. Standard library only."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from mlpipe.plan.hardware import Hardware
 
@@ -18,7 +17,8 @@ _STEP_GLOO = 60e-6
 _BESIDE = 24 / 132
 
 
-class Wire(NamedTuple):
+@dataclass(frozen=True)
+class Wire:
     """Collectives of one rank with `num_ranks` - 1 others that are `stride` ranks apart. `num_bytes`: of the
     whole tensor, gathered or before it is scattered."""
 
