@@ -55,6 +55,7 @@ MANY_PARAMETERS = {
     "train/parallel/attention_blocks.py:attend_backward": "the tensors of an attention",
     "train/parallel/context_attention.py:_backward": "an operator of torch, whose schema has no structures",
     "train/parallel/context_attention.py:_backward_shapes": "of that operator",
+    "train/parallel/exact_attention.py:backward": "the tensors of an attention",
     "train/parallel/gathered_attention.py:backward": "of that operator",
     "train/parallel/ring_attention.py:backward": "of that operator",
 }
