@@ -15,7 +15,10 @@ if "".join(sys.argv[:1]).endswith("/mlpipe"):
     import os
 
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # else it is ignored
-        _signal.signal(_signal.SIGINT, lambda *_: os._exit(130))
+        try:  # noqa: SIM105 - contextlib would have to be imported
+            _signal.signal(_signal.SIGINT, lambda *_: os._exit(130))
+        except ValueError:  # in a thread of another program that is called so
+            pass
 
 from importlib import import_module
 from types import ModuleType

@@ -4,6 +4,7 @@ on two, and these from each other and from fp32, over 20 steps and several seeds
 from __future__ import annotations
 
 import dataclasses
+import gc
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,9 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.work import Entry, Mesh, ModelPlan
 from mlpipe.train.init import initialize
 from mlpipe.train.model import BuiltModel, LossModule
-from mlpipe.train.models import moe
-from mlpipe.train.parallel import fully_shard
+from mlpipe.train.models import llama, moe
+from mlpipe.train.parallel import fully_shard, tensor
+from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 from mlpipe.train.parallel.exact_products import part_of_outputs, part_of_sum
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 
@@ -142,6 +144,29 @@ def test_parts_of_products_are_added_before_they_are_rounded() -> None:
 def odd(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The share of all numbers that are not the same."""
     return float((found != expected).float().mean())
+
+
+def test_a_block_that_is_computed_again_leaves_nothing_behind() -> None:
+    """Recomputation ends a block's forward half-way, when all that the backward pass reads is there."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plan: Any = SimpleNamespace(
+            exact_sums=True, model=SimpleNamespace(seq_len=8, build=SimpleNamespace(entry="test"))
+        )
+        world: Any = SimpleNamespace(mesh=Mesh(), place=lambda axis: (0, 1), group=lambda axis: None)
+        model = llama.build_model(**dataclasses.asdict(plans.CONFIG))
+        initialize(model, 1)
+        module = LossModule(model, "cpu", "bf16")
+        built = BuiltModel(module, model, list(model.layers), on_meta=False, construct=llama.build_model)
+        tensor.apply(ParallelizedModel(built, module), world, plan)
+        checkpoint_activations(built.blocks, "full")
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        module({"inputs": tokens, "targets": tokens})[0].backward()
+    finally:
+        dist.destroy_process_group()
+    kept = [one for one in gc.get_objects() if isinstance(one, tensor._Tokens)]
+    assert len(kept) >= 2 * len(built.blocks)
+    assert not [one for one in kept if one.own is not None or one.low is not None]
 
 
 def test_what_computes_in_fp32_keeps_its_weights_where_blocks_travel_in_bf16() -> None:

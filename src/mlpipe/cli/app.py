@@ -15,7 +15,7 @@ import click
 
 import mlpipe
 from mlpipe._core.errors import EXIT_CODES, MlpipeError
-from mlpipe.cli.session import CliSession, interrupt
+from mlpipe.cli.session import CliSession, heard_or_not, interrupt
 
 VERBS = {
     "init": "Write a starter pipeline that runs.",
@@ -149,7 +149,8 @@ def _open_streams() -> None:
 def _explain(error: Exception, session: CliSession) -> int:
     """The message on standard error (and a document on standard output under `--output json`)."""
     if isinstance(error, click.ClickException):
-        error.show()
+        with heard_or_not():
+            error.show()
         session.error_document(error.format_message(), kind="input")
         return EXIT_CODES["input"]
     if isinstance(error, MemoryError):

@@ -28,7 +28,7 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def _heard_or_not() -> Iterator[None]:
+def heard_or_not() -> Iterator[None]:
     """No run ends because its terminal is gone, a disk is full, or Ctrl-C has ended the `tee` behind it
     first: from then on notes are written nowhere."""
     try:
@@ -62,7 +62,7 @@ class CliSession:
 
     def complain(self, text: str) -> None:
         """A line on standard error, `--quiet` or not."""
-        with _heard_or_not():
+        with heard_or_not():
             click.echo(printable(text), err=True, color=self._colour(sys.stderr))
 
     def error_document(self, message: str, **fields: Any) -> None:
@@ -75,7 +75,7 @@ class CliSession:
 
     def write(self, text: str) -> None:
         """On standard error, as it stands: the line that rewrites itself."""
-        with _heard_or_not():
+        with heard_or_not():
             click.echo(text, nl=False, err=True, color=True)
 
     def open_store(self, otherwise: str | None = None) -> Store:

@@ -11,7 +11,7 @@ from socketserver import TCPServer
 from typing import Any
 
 _SCRAPER_SECONDS = 10.0  # a scraper that is silent for so long is hung up on
-_AT_ONCE = 16  # connections; the oldest makes room, so that nobody takes all threads and files of a training
+_AT_ONCE = 16  # connections; the oldest makes room, so that nobody takes all files of a training
 
 
 class Serving:

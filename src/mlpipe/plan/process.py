@@ -51,9 +51,11 @@ def fetch_inputs(store: Store, plan: Plan, stop: Callable[[], None]) -> bool:
             fetching = False
             raise Interrupt
 
-    former = signal.signal(signal.SIGTERM, stopped)
+    former = signal.getsignal(signal.SIGTERM)
     try:
+        signal.signal(signal.SIGTERM, stopped)
         if runs.cancel_requested(store, plan.run_id) is not None:
+            fetching = False
             stop()
             return False
         for key in plan.inputs:

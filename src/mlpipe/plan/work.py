@@ -577,7 +577,8 @@ class TrainPlan(StageWork):
     @property
     def exact_sums(self) -> bool:
         """Whether ranks that share products (`tp`, `cp`) add parts of them in fp32 and round the sums alone,
-        as one rank does; else parts are rounded and travel in half the bytes."""
+        as one rank does; else parts are rounded and travel in half the bytes. Products of adapters are
+        rounded in any case."""
         return adds_exactly(self.deterministic, self.precision)
 
     @property

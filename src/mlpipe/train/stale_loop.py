@@ -43,6 +43,7 @@ class StaleLoop(Loop):
 
     def step(self) -> tuple[bool, bool]:
         """All know by themselves when a save is due by the number of steps, at the same one."""
+        self.session.stop.begun.set()  # islands that are ahead may have taken steps
         stopping, save_now = super().step()
         every = self.plan.checkpoint.every_steps
         return stopping, save_now if every is None else self.position.step % every == 0

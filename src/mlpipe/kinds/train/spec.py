@@ -284,7 +284,7 @@ class Train(SpecModel):
     deterministic: bool = Field(
         False,
         description="Repeats are bit-equal (elastic: while as many take each step), and what `tp` and `cp` "
-        "add up is not rounded before; may be slower.",
+        "add up is not rounded before (but of adapters); may be slower.",
     )
     seed: f.CountOrZero = Field(0, description="Of the weights and the sample order.")
     checkpoint: Checkpoint = Field(

@@ -120,7 +120,7 @@ def _dry_run_there(api: ClusterApi, sent: list[Object], note: Callable[[str], No
     pods = [one["spec"] for gang in sent for one in made_of(gang) if one["kind"] == "Pod"]
     queue = sent[0]["metadata"]["labels"][names.QUEUE]
     workers = known_workers(api, queue)
-    answers: dict[str, SubmitError | None] = {}
+    answers: dict[str, Exception | None] = {}
 
     def ask(name: str, there: ClusterApi) -> None:
         try:
@@ -139,6 +139,8 @@ def _dry_run_there(api: ClusterApi, sent: list[Object], note: Callable[[str], No
         except SubmitError as error:
             error.where = error.where or f"cluster {name}"
             answers[name] = error
+        except Exception as error:  # a bug, which is told as one
+            answers[name] = error
 
     threads = [threading.Thread(target=ask, args=one, daemon=True) for one in workers.items()]
     for thread in threads:
@@ -149,7 +151,8 @@ def _dry_run_there(api: ClusterApi, sent: list[Object], note: Callable[[str], No
     said, late = dict(answers), SubmitError(f"no answer within {_WORKERS_SECONDS:.0f} s")
     for name in workers:
         refusal = said.get(name, late)
-        if refusal is late or (isinstance(refusal, ApiError) and (is_away(refusal) or refusal.status <= 0)):
+        away = isinstance(refusal, ApiError) and (is_away(refusal) or refusal.status <= 0)
+        if isinstance(refusal, SubmitError) and (away or refusal is late):
             note(f"MultiKueue's cluster {name} was not asked what it would refuse: {refusal.message}")
         elif isinstance(refusal, ApiError) and refusal.status == 403 and " cannot " in refusal.message:
             continue  # MultiKueue may do there what we may not: it has credentials of its own

@@ -261,7 +261,7 @@ class RentedHandle(ThreadedHandle):
 
 def traffic_usd_of(store: Store, attempt_key: str, rental: Rental) -> float:
     """As the machine counted its bytes, its image besides; as reserved, where it said nothing that can be:
-    its owner has its keys, and may write there what they like."""
+    its owner has its keys, and may write there what they like, too much as well."""
     try:
         beat = from_json(machine.Beat, store.get(f"{attempt_key}/{machine.BEAT}"))
     except (MlpipeError, ValueError):

@@ -22,9 +22,10 @@ from mlpipe.plan.work import TrainPlan
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.world import World
 
+_PART_OF_SUM = torch.ops.aten.mm.dtype  # with an output wider than its inputs
 _MATMULS = {
     torch.ops.aten.mm.default,
-    torch.ops.aten.mm.dtype,  # with an output wider than its inputs
+    _PART_OF_SUM,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
 }
@@ -104,7 +105,7 @@ def _selective_contexts() -> Any:
             phase = "recompute" if ctx.is_recompute else "forward"
             index = num_matmuls[phase]
             num_matmuls[phase] += 1
-            if keeps_matmul(index):
+            if keeps_matmul(index) and op != _PART_OF_SUM:  # which is wide, and nothing reads it
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

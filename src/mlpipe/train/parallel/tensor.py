@@ -72,6 +72,8 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
                     projection.forward = partial(_row, projection, ranks)  # type: ignore[method-assign]
         part.register_forward_pre_hook(tokens.gather)
         part.register_forward_hook(tokens.scatter)
+        # also of a forward that ends half-way, as one for a backward pass does, which would keep all of it
+        part.register_forward_hook(tokens.forget, always_call=True)
     cut(llama.embed_tokens, 0)
     llama.embed_tokens.forward = partial(_embed, llama.embed_tokens, ranks)  # type: ignore[method-assign]
     at_head = _Tokens(ranks)
@@ -182,8 +184,7 @@ class _Tokens:
     def scatter(self, module: nn.Module, args: Any, y: Tensor) -> Tensor:
         """This rank's tokens of the sum of what the ranks' parts give."""
         dtype = y.dtype if self.low is None else self.low.dtype
-        self.forget()
         return scattered_sum(y.flatten(0, -2), self.ranks, dtype)
 
-    def forget(self) -> None:
+    def forget(self, *_: Any) -> None:
         self.own = self.low = None
