@@ -177,7 +177,7 @@ def test_a_killed_rank_is_restarted_in_place(stage, expected):
     assert view.ledger is not None
     seconds = view.ledger.seconds
     launched, _ = (event.time for event in view.attempts[0].events)
-    assert view.ledger.total == pytest.approx(2 * (stage.outcome()["time"] - launched), rel=0.001)
+    assert view.ledger.total == pytest.approx(2 * (stage.outcome()["time"] - launched), rel=0.01)
     for bucket in ("startup", "init", "restore", "compute", "communication", "lost"):
         assert seconds[bucket] > 0, seconds
     assert seconds["queue"] == seconds["hang"] == 0
