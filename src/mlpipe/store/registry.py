@@ -22,12 +22,12 @@ from mlpipe._core.ids import is_name, new_attempt_uuid
 from mlpipe._core.serial import from_plain
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import commit, load_manifest
+from mlpipe.store.leases import CLOCKS_SECONDS
 from mlpipe.store.manifest import MANIFEST, Blob, Manifest, Tensor, part_objects
 
 _NUM_TRIES = 100
 _NUM_THREADS = 4
 _ALIAS_BYTES = 4096
-_CLOCKS_SECONDS = 3600.0  # by which those of two machines may differ
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def find_version(store: Store, name: str, lineage: Mapping[str, Any], *, since: 
             model = _model(store, name, version, {})
         except DamagedError:
             continue
-        if model.time < since - _CLOCKS_SECONDS:
+        if model.time < since - CLOCKS_SECONDS:
             break
         if lineage.items() <= model.lineage.items():
             return model

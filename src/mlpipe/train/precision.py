@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mlpipe.plan.work import Precision
 
@@ -16,3 +17,11 @@ DTYPES: dict[Precision, torch.dtype] = {
 def autocast(device_type: str, precision: Precision) -> torch.autocast:
     """Matmuls in `precision`, what needs it in fp32."""
     return torch.autocast(device_type, DTYPES[precision], enabled=precision != "fp32")
+
+
+def low_dtype(x: Tensor) -> torch.dtype:
+    """In which products with `x` are computed."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # which knows no meta
+        return torch.get_autocast_dtype(kind)
+    return x.dtype

@@ -52,15 +52,15 @@ class _ContextAttention(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    ranks, _ = RANKS[number]
-    return _way(*RANKS[number]).forward(q, k, v, ranks)  # type: ignore[no-any-return]
+    ranks, exchange = RANKS[number]
+    return _way(ranks, exchange).forward(q, k, v, ranks)  # type: ignore[no-any-return]
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ranks, _ = RANKS[number]
-    return _way(*RANKS[number]).backward(grad, q, k, v, out, log_sums, ranks)  # type: ignore[no-any-return]
+    ranks, exchange = RANKS[number]
+    return _way(ranks, exchange).backward(grad, q, k, v, out, log_sums, ranks)  # type: ignore[no-any-return]
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:

@@ -14,13 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
-def low_dtype(x: Tensor) -> torch.dtype:
-    """In which products with `x` are computed."""
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):  # which knows no meta
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
+from mlpipe.train.precision import low_dtype
 
 
 def part_of_sum(x: Tensor, weight_OI: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from mlpipe.plan.work import TrainPlan
 from mlpipe.train.models.moe import Compute, Exchange, Experts, Rows
-from mlpipe.train.parallel.exact_products import low_dtype
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup
+from mlpipe.train.precision import low_dtype
 from mlpipe.train.slices import Slice, keep_slice
 from mlpipe.train.world import World
 

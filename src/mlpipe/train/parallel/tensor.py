@@ -26,11 +26,12 @@ from mlpipe._core.meshes import TENSOR_WIDTHS, uneven_tensors
 from mlpipe._core.presets import LlamaConfig, MoeConfig
 from mlpipe.plan.work import TrainPlan
 from mlpipe.train.models.llama import MLP, Attention, Llama, Part, RMSNorm
-from mlpipe.train.parallel.exact_products import low_dtype, part_of_outputs, part_of_sum
+from mlpipe.train.parallel.exact_products import part_of_outputs, part_of_sum
 from mlpipe.train.parallel.lora import added
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup, embedded_here, gathered_rows, scattered_sum
 from mlpipe.train.parallel.sharded_loss import ShardedLoss
+from mlpipe.train.precision import low_dtype
 from mlpipe.train.slices import Slice, keep_slice
 from mlpipe.train.world import World
 

@@ -22,9 +22,10 @@ from mlpipe._core.meshes import UNSPLIT
 from mlpipe._core.patterns import matching, nearest
 from mlpipe.plan.work import ModelPlan, TrainPlan
 from mlpipe.train.contract import broken
-from mlpipe.train.parallel.exact_products import low_dtype, part_of_outputs, part_of_sum
+from mlpipe.train.parallel.exact_products import part_of_outputs, part_of_sum
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import RankGroup, copied, embedded_here, summed
+from mlpipe.train.precision import low_dtype
 from mlpipe.train.slices import Slice, keep_slice
 from mlpipe.train.world import World
 

@@ -276,9 +276,11 @@ def beat(endpoint: str, index: int, size: int) -> int:
         return pid
     try:
         die_with_parent(parent)
-        for number in os.listdir("/proc/self/fd"):  # `closerange` would try each number up to the limit
-            with suppress(OSError):
-                os.close(int(number)) if int(number) > 2 else None
+        # `closerange` would try each number up to the limit; that of the listing itself is closed by then
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2:
+                with suppress(OSError):
+                    os.close(number)
         host, _, port = endpoint.rpartition(":")
         patience = timedelta(seconds=COME_SECONDS)
         store = dist.TCPStore(host, int(port), size, timeout=patience, wait_for_workers=False)

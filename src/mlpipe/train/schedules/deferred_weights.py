@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mlpipe.train.precision import low_dtype
+
 _Product = tuple[nn.Parameter, Tensor, Tensor]  # weight, input, gradient of the output
 
 
@@ -68,9 +70,9 @@ def _forward(self: nn.Module, inputs: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(inputs, weight)
     kind = inputs.device.type
-    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
+    low = inputs.to(low_dtype(inputs))
     with torch.autocast(kind, enabled=False):
-        output: Tensor = _Linear.apply(inputs.to(low), weight, self.__dict__["_deferred"])
+        output: Tensor = _Linear.apply(low, weight, self.__dict__["_deferred"])
     return output
 
 
