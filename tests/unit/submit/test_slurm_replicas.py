@@ -93,6 +93,17 @@ class Training:
         executor.check(self.plan)
         self.handle = executor.start(self.plan, self.folder)
 
+    def driver_dies(self):
+        """Between two looks: what it has started goes on. Merely left, it would go on as well, and submit to
+        the stand-in of the next test."""
+
+        def gone(seconds):
+            raise RuntimeError("killed")
+
+        self.handle.wait = gone
+        self.handle._thread.join(60)
+        assert not self.handle._thread.is_alive()
+
     def until(self, *parts):
         until(lambda: self.slurm.alive() == sorted(parts), str(parts))
 
@@ -130,6 +141,7 @@ def test_each_part_has_a_job_of_its_own_and_as_many_as_are_wanted(training):
     replicas.want(training.store, training.plan.attempt_key, 2)
     training.until("coordinator", "0", "1")
     assert sorted(training.slurm.told) == [("USR2", "2"), ("USR2", "3")], "told to save, not killed"
+    training.driver_dies()
     training.follow()  # another driver takes over, and submits none that are not wanted
     replicas.want(training.store, training.plan.attempt_key, 3)
     training.until("coordinator", "0", "1", "2")
