@@ -83,7 +83,7 @@ def test_scripts_are_bash(name: str) -> None:
 def test_a_job_is_known_by_all_that_its_script_says() -> None:
     seen = {comment(rendered(name)[0]) for name in CASES}
     assert len(seen) == len(CASES)
-    assert all(re.fullmatch(r"mlpipe:[0-9a-f]{64}", one) for one in seen)
+    assert all(re.fullmatch(r"mlpipe:[0-9a-f]{16}:[0-9a-f]{64}", one) for one in seen)
 
 
 def test_an_array_of_a_sweep() -> None:

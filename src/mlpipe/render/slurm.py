@@ -112,12 +112,17 @@ def script(plan: Plan, job: SlurmJob, output: str, part: str = "", *, array: Tas
             hint="shorten the arguments of the stage, or read them from a file",
         )
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return text.replace("#!/bin/bash\n", f"#!/bin/bash\n{_COMMENT}{_PREFIX}:{digest}\n", 1)
+    return text.replace("#!/bin/bash\n", f"#!/bin/bash\n{_COMMENT}{store_mark(plan.store_url)}{digest}\n", 1)
 
 
 def comment(text: str) -> str:
     """Of a script: by it a job is known as the very same."""
     return text.split(_COMMENT, 1)[1].split("\n", 1)[0]
+
+
+def store_mark(store_url: str) -> str:
+    """What the comments of all jobs of runs in that store begin with: names do not tell it."""
+    return f"{_PREFIX}:{hashlib.sha256(store_url.encode()).hexdigest()[:16]}:"
 
 
 def name_of(text: str) -> str:

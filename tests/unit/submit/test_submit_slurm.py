@@ -16,15 +16,18 @@ from kit.rendered import pipeline_of, plan_of
 from mlpipe._core.errors import MlpipeError, RenderError
 from mlpipe.plan.slurm import slurm_job
 from mlpipe.plan.work import TrainPlan
-from mlpipe.render.slurm import job_name, script
+from mlpipe.render.slurm import comment, job_name, script
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.problems import SpecErrors
+from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome
+from mlpipe.store.runs import StageState
 from mlpipe.submit import handle
 from mlpipe.submit.executor import Ended
 from mlpipe.submit.handle import elsewhere
 from mlpipe.submit.slurm import client, doctor, jobs, node, scripts
+from mlpipe.submit.slurm.clear import clear
 from mlpipe.submit.slurm.pending import remedy, why_waiting
 
 pytestmark = pytest.mark.unit
@@ -104,7 +107,7 @@ def test_a_path_that_slurm_would_read_otherwise_is_refused() -> None:
 def test_a_script_that_slurmctld_would_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = pipeline_of("llm")
     plan, job = plan_of(spec, "corpus"), slurm_job(spec, "corpus")
-    comments = len("#SBATCH --comment=mlpipe:\n") + 64
+    comments = len("#SBATCH --comment=mlpipe::\n") + 16 + 64
     monkeypatch.setattr("mlpipe.render.slurm.MAX_BYTES", len(script(plan, job, "o")) - comments)
     script(plan, job, "o")
     with pytest.raises(RenderError, match=r"the script has \d+ bytes, Slurm takes \d+") as refused:
@@ -175,6 +178,32 @@ def test_nodes_to_be_avoided_are_added_to_those_of_the_script(tmp_path: Path, co
         "--parsable --exclude=n7,n8",
         "--parsable",
     ]
+
+
+def test_a_run_of_the_same_id_in_another_store_keeps_its_jobs(tmp_path: Path, commands: Path) -> None:
+    """One user, two stores: `cancel` of one's run ended the other's jobs. The driver had another name for the
+    folder that the store is."""
+    spec, store = pipeline_of("llm"), FolderStore(tmp_path / "store")
+    runs.create_run(store, "r", "", "", ["corpus"], "slurm", {})
+    going = {"corpus": StageState("running", attempt=1)}
+    run = runs.update_run(store, "r", lambda run: replace(run, state="running", stages=going))
+    plan = replace(plan_of(spec, "corpus", run_id="r"), store_url=f"{tmp_path}/mounted/store")
+    store.put(f"{run.attempt_key('corpus')}/plan.json", plan.to_json().encode())
+    urls = {7: plan.store_url, 8: "s3://theirs/runs", 9: store.url}
+    texts = {
+        number: script(replace(plan, store_url=url), slurm_job(spec, "corpus"), "slurm.out")
+        for number, url in urls.items()
+    }
+    waits = "PENDING|None|0|0||mlpipe/r/corpus/1"
+    lines = [
+        f"[ -e '{commands}/{number}' ] || echo '{number}|{waits}|{comment(text)}|'"
+        for number, text in texts.items()
+    ]
+    stand_in(commands, "squeue", "\n".join(lines))
+    stand_in(commands, "scancel", f"touch '{commands}/'$1")
+    clear(store, run, timeout_seconds=60)
+    calls = (commands / "calls").read_text().splitlines()
+    assert [call for call in calls if call.startswith("scancel")] == ["scancel 7", "scancel 9"]
 
 
 def test_of_two_jobs_of_one_attempt_the_later_one_goes(tmp_path: Path, commands: Path) -> None:

@@ -95,7 +95,7 @@ class SlurmBackend(Backend):
     def clear(self, store: Store, run: RunState, *, timeout_seconds: float) -> None:
         from mlpipe.submit.slurm.clear import clear
 
-        clear(run, timeout_seconds=timeout_seconds)
+        clear(store, run, timeout_seconds=timeout_seconds)
 
     def doctor(self, store: Iterable[Finding]) -> Iterator[Finding]:
         from mlpipe.submit.slurm.doctor import examine
