@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from benchmarks.ranks import run, train_plan
 from mlpipe._core.pipelines import Schedule, stages_per_rank
 from mlpipe._core.presets import LLAMA, PRESETS
-from mlpipe.plan.work import Entry, Mesh, ModelPlan, PipelinePlan, TrainPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh, PipelinePlan
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.apply import parallelize

@@ -63,7 +63,7 @@ def load(folder: Path, num_steps: int) -> dict[str, float]:
 def loading(folder: str, num_steps: int) -> None:
     import torch
 
-    from mlpipe.plan.work import Mesh
+    from mlpipe.plan.mesh import Mesh
     from mlpipe.train.data import MicrobatchLoader
     from mlpipe.train.tokens import TokenDataset, open_folder
     from mlpipe.train.world import World

@@ -35,8 +35,10 @@ class Training:
     def __init__(self, folder: Path, *, elastic: bool, ranks: int, step_seconds: float, every: int) -> None:
         from kit import plans, processes
 
+        from mlpipe.plan.entry import Entry
+        from mlpipe.plan.mesh import Mesh
+        from mlpipe.plan.model import ModelPlan
         from mlpipe.plan.plan import Replicas
-        from mlpipe.plan.work import Entry, Mesh, ModelPlan
         from mlpipe.store import replicas
         from mlpipe.store.folder import FolderStore
 

@@ -317,8 +317,9 @@ class Ours(Side):
     ) -> None:
         from kit import plans
 
+        from mlpipe.plan.entry import Entry
+        from mlpipe.plan.model import ModelPlan
         from mlpipe.plan.plan import Replicas
-        from mlpipe.plan.work import Entry, ModelPlan
         from mlpipe.store.open import open_store
 
         super().__init__(folder, net, {**plans.environment(), **environment})

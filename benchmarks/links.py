@@ -34,20 +34,14 @@ from typing import Any
 
 from benchmarks import measure
 from mlpipe._core.presets import LlamaConfig
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import Launch, Plan
-from mlpipe.plan.work import (
-    CheckpointPlan,
-    CompressPlan,
-    DataPlan,
-    Entry,
-    IslandsPlan,
-    Mesh,
-    MetricPlan,
-    ModelPlan,
-    OptimizerPlan,
-    TrainPlan,
-    ValidatePlan,
-)
+from mlpipe.plan.updates import CompressPlan, IslandsPlan, OptimizerPlan
+from mlpipe.plan.validation import MetricPlan, ValidatePlan
+from mlpipe.plan.work import CheckpointPlan, TrainPlan
 
 _LONGEST_SECONDS = 4 * 3600.0  # of all trainings of a seed
 RATES = (20, 100, 1000)  # Mbit/s

@@ -36,7 +36,7 @@ from typing import Any
 
 from benchmarks import measure, ranks
 from mlpipe.plan.dealing import Work, best_of_equal, cost_of_step, deal_freely, work_of
-from mlpipe.plan.work import Communication
+from mlpipe.plan.settings import Communication
 
 Works = list[Work]  # of each step
 GOALS: dict[Communication, float | None] = {"on_demand": 1.7, "resident": None}

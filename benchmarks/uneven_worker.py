@@ -15,7 +15,9 @@ from benchmarks.measure import Round, rounds
 from benchmarks.ranks import run, train_plan
 from benchmarks.uneven import NUM_BLOCKS
 from mlpipe._core.presets import LLAMA, PRESETS
-from mlpipe.plan.work import Entry, Mesh, ModelPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.train.microbatch import Microbatch, uncounted
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.apply import parallelize

@@ -15,23 +15,18 @@ from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe._core.quantized import Base
 from mlpipe.plan import memory
 from mlpipe.plan.axes.axis import Layout, RankWork
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
 from mlpipe.plan.hardware import GPUS, Gpu
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import AdapterPlan, ModelPlan
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import SCHEMA_VERSION, Launch, Plan
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.frozen import without
 from mlpipe.plan.shapes.shape import StepShape
-from mlpipe.plan.work import (
-    AdapterPlan,
-    CheckpointPlan,
-    DataPlan,
-    Entry,
-    Mesh,
-    ModelPlan,
-    OptimizerPlan,
-    Prediction,
-    TrainPlan,
-)
+from mlpipe.plan.updates import OptimizerPlan
+from mlpipe.plan.work import CheckpointPlan, Prediction, TrainPlan
 
 NEVER = 10**9
 

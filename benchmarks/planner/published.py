@@ -17,13 +17,13 @@ from mlpipe.plan.axes.axis import Layout, Passes
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware, detect_hardware
 from mlpipe.plan.kernels import Kernels, copy_seconds
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.experts import Experts
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import Mesh
 from mlpipe.spec.model import Resources
 
 PUBLISHED = Path(__file__).with_name("published.json")

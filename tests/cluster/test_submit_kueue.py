@@ -17,8 +17,9 @@ from kit.run_ids import claim
 from mlpipe._core.records import Start
 from mlpipe.observe.records import read_records
 from mlpipe.plan.ahead import plan_ahead
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import Mesh, TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.render.kubernetes import stage_objects
 from mlpipe.spec.load import load_pipeline
 from mlpipe.submit.kubernetes.api import connect

@@ -11,7 +11,7 @@ from kit.on_gpu import GPU, Training, batch_of, distance, figure, needs_gpu, pla
 from torch import nn
 
 from mlpipe._core.presets import PRESETS
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 from mlpipe.train.loss_scale import INITIAL, LossScale
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel import float8

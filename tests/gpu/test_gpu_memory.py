@@ -15,11 +15,12 @@ from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan import memory
 from mlpipe.plan.allocators.cuda import reserve
 from mlpipe.plan.axes.axis import RankWork
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import optimizer_cost
 from mlpipe.plan.pricing import layout_of
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
-from mlpipe.plan.work import Mesh, TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.loss import IGNORED, cross_entropy_sum
 from mlpipe.train.parallel.fused_head import head_cross_entropy_sum
 

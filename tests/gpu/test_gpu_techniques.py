@@ -23,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.presets import PRESETS
-from mlpipe.plan.work import AdapterPlan, EmaPlan
+from mlpipe.plan.model import AdapterPlan
+from mlpipe.plan.updates import EmaPlan
 from mlpipe.train.models import moe
 from mlpipe.train.models.attention import causal_attention
 from mlpipe.train.models.quantized_linear import dequantize, quantize, quantized_layers

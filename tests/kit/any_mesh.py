@@ -27,8 +27,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mlpipe._core import meshes, pipelines
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.presets import LLAMA, MOE, LlamaConfig, MoeConfig
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh, PipelinePlan
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.stages import split_blocks
-from mlpipe.plan.work import Entry, Mesh, ModelPlan, OptimizerPlan, PipelinePlan, TrainPlan
+from mlpipe.plan.updates import OptimizerPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.checkpoint import Checkpointer, Coordination, SaveSettings

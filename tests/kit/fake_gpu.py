@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mlpipe.plan.work import Mesh, TrainPlan
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.model import BuiltModel, build_model
 from mlpipe.train.parallel import materialize
 from mlpipe.train.parallel.apply import parallelize

@@ -19,7 +19,10 @@ from kit import plans
 from torch import Tensor
 
 from mlpipe._core.presets import MOE, MoeConfig
-from mlpipe.plan.work import Entry, GroupPlan, Mesh, ModelPlan, PipelinePlan, TrainPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh, PipelinePlan
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.work import GroupPlan, TrainPlan
 from mlpipe.train import model as models
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.parallel.apply import parallelize

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlpipe.plan.work import MetricPlan
+from mlpipe.plan.validation import MetricPlan
 from mlpipe.train.metrics import Metric
 from mlpipe.train.model import Batch
 

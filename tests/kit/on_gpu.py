@@ -21,7 +21,10 @@ from kit import plans
 from torch import Tensor
 
 from mlpipe._core.presets import LLAMA, MOE, LlamaConfig, MoeConfig
-from mlpipe.plan.work import Entry, Mesh, ModelPlan, TrainPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.loss_scale import LossScale
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.clipping import clip_factor, squared_norm

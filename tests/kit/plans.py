@@ -20,19 +20,15 @@ from kit.warm import Popen, of_plan
 
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import Launch, Plan
+from mlpipe.plan.settings import Strategy
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.work import (
-    CallbackPlan,
-    CheckpointPlan,
-    DataPlan,
-    Entry,
-    Mesh,
-    ModelPlan,
-    OptimizerPlan,
-    Strategy,
-    TrainPlan,
-)
+from mlpipe.plan.updates import OptimizerPlan
+from mlpipe.plan.work import CallbackPlan, CheckpointPlan, TrainPlan
 
 CONFIG = LlamaConfig(
     vocab_size=256,

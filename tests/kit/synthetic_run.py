@@ -12,17 +12,13 @@ from typing import Any
 
 from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import SCHEMA_VERSION, Launch, Plan
-from mlpipe.plan.work import (
-    CheckpointPlan,
-    DataPlan,
-    Entry,
-    Mesh,
-    ModelPlan,
-    OptimizerPlan,
-    StageWork,
-    TrainPlan,
-)
+from mlpipe.plan.updates import OptimizerPlan
+from mlpipe.plan.work import CheckpointPlan, StageWork, TrainPlan
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import commit, write_blob
 from mlpipe.store.runs import Lease, StageState, create_run, update_run

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 from mlpipe._core.errors import MlpipeError
 from mlpipe._core.presets import MOE, MoeConfig
-from mlpipe.plan.work import Entry, Mesh, ModelPlan, TrainPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.init import initialize
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.model import build_model

@@ -12,7 +12,9 @@ from kit.servers import ServerMissingError, s3_server
 
 from mlpipe._core.errors import StoreError
 from mlpipe.observe.profiles.stored import profiles_of_stage
-from mlpipe.plan.work import Entry, ModelPlan, TrackerPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.work import TrackerPlan
 from mlpipe.store import catalogue, outputs, profiles, registry, runs
 from mlpipe.store.blobs import read_blob, write_blob
 from mlpipe.store.preflight import Checked, probe_key, read_checked, write_checked

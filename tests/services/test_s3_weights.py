@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from mlpipe._core.errors import StoreError
-from mlpipe.plan.work import InitPlan
+from mlpipe.plan.model import InitPlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.open import open_store
 from mlpipe.store.weights import of_files

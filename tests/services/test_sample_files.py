@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kit import sample_files
 
-from mlpipe.plan.work import DataPlan, FilesPlan
+from mlpipe.plan.data import DataPlan, FilesPlan
 from mlpipe.store.s3 import S3Store
 from mlpipe.train import tar_index
 from mlpipe.train.datasets import open_dataset

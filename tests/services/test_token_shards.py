@@ -13,7 +13,8 @@ import pytest
 import torch
 from kit import plans
 
-from mlpipe.plan.work import DataPlan, Mesh
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.mesh import Mesh
 from mlpipe.store.s3 import S3Store
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.datasets import open_dataset

@@ -11,7 +11,8 @@ from kit import plans, processes
 from kit.command_runs import until
 from kit.faultproxy import Fault
 
-from mlpipe.plan.work import Entry, ModelPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.s3 import S3Store
 

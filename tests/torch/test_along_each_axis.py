@@ -19,20 +19,12 @@ from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.presets import LLAMA, MOE, LlamaConfig, MoeConfig
 from mlpipe._core.quantized import Base, is_quantized
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh, PipelinePlan
+from mlpipe.plan.model import AdapterPlan, InitPlan, ModelPlan
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import (
-    AdapterPlan,
-    CompressPlan,
-    EmaPlan,
-    Entry,
-    InitPlan,
-    Mesh,
-    MetricPlan,
-    ModelPlan,
-    OptimizerPlan,
-    PipelinePlan,
-    ValidatePlan,
-)
+from mlpipe.plan.updates import CompressPlan, EmaPlan, OptimizerPlan
+from mlpipe.plan.validation import MetricPlan, ValidatePlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find
 from mlpipe.train.init import initialize

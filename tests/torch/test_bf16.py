@@ -17,8 +17,10 @@ from kit import plans
 from torch.distributed.device_mesh import init_device_mesh
 
 from mlpipe._core.presets import MOE, MoeConfig
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import Entry, Mesh, ModelPlan
 from mlpipe.train.init import initialize
 from mlpipe.train.model import BuiltModel, LossModule
 from mlpipe.train.models import llama, moe

@@ -14,7 +14,8 @@ from kit import plans
 from kit.conversations import SEQ_LEN, mixed, packed, write_chat
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import DataPlan, Mesh
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.mesh import Mesh
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.datasets import open_dataset
 from mlpipe.train.loss import IGNORED

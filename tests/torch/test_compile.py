@@ -9,7 +9,7 @@ import torch
 from kit import budget, plans
 
 from mlpipe._core.presets import MoeConfig
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 from mlpipe.train.loss import IGNORED
 from mlpipe.train.model import BuiltModel, LossModule
 from mlpipe.train.models import moe

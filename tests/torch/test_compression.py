@@ -14,7 +14,7 @@ from kit.thread_ranks import on_ranks
 from torch import Tensor
 
 from mlpipe._core.compression import BLOCK, CODES, COMPRESSIONS
-from mlpipe.plan.work import CompressPlan
+from mlpipe.plan.updates import CompressPlan
 from mlpipe.train.buckets import views
 from mlpipe.train.parallel.compression.averager import Link, averager_maker, code_of, padded
 from mlpipe.train.rank_rows import RankRows

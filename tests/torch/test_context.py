@@ -31,12 +31,14 @@ from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.axes import cp
 from mlpipe.plan.axes.axis import Layout
 from mlpipe.plan.hardware import detect_hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.plan import Plan
+from mlpipe.plan.settings import Checkpointing, ContextExchange
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import Part, StepShape
 from mlpipe.plan.time import passes
+from mlpipe.plan.validation import MetricPlan, ValidatePlan
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import Checkpointing, ContextExchange, Mesh, MetricPlan, ValidatePlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.model import BuiltModel, LossModule
 from mlpipe.train.models.attention import causal_attention

@@ -20,7 +20,10 @@ from kit import plans, sample_files
 from PIL import Image
 
 from mlpipe._core.errors import StoreError, TrainError
-from mlpipe.plan.work import DataPlan, Entry, FilesPlan, Mesh, ModelPlan, SourcePlan
+from mlpipe.plan.data import DataPlan, FilesPlan, SourcePlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.store.open import open_store
 from mlpipe.train import data_files, parquet, shard_cache, tar_index, tars
 from mlpipe.train.data import MicrobatchLoader, ReadAhead

@@ -18,8 +18,10 @@ from kit.command_runs import until
 from kit.warm import Popen
 
 from mlpipe._core.errors import TrainError
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import Replicas
-from mlpipe.plan.work import CompressPlan, Entry, ModelPlan
+from mlpipe.plan.updates import CompressPlan
 from mlpipe.store import catalogue, replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.data import MicrobatchLoader

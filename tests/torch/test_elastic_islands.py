@@ -13,7 +13,7 @@ import pytest
 import torch
 from kit.command_runs import until
 
-from mlpipe.plan.work import IslandsPlan, OptimizerPlan
+from mlpipe.plan.updates import IslandsPlan, OptimizerPlan
 from mlpipe.train.loop import Loop
 from mlpipe.train.optim.islands import local_updates
 from mlpipe.train.optim.make import make_update

@@ -16,13 +16,17 @@ from torch import Tensor
 from mlpipe._core.presets import MOE, MoeConfig
 from mlpipe.plan.axes import ep
 from mlpipe.plan.axes.axis import Layout
+from mlpipe.plan.entry import Entry
 from mlpipe.plan.hardware import detect_hardware
+from mlpipe.plan.mesh import Mesh, PipelinePlan
+from mlpipe.plan.model import AdapterPlan, ModelPlan
 from mlpipe.plan.plan import Plan
+from mlpipe.plan.settings import Checkpointing
 from mlpipe.plan.shapes import experts as shapes
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.time import passes
+from mlpipe.plan.updates import OptimizerPlan
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import AdapterPlan, Checkpointing, Entry, Mesh, ModelPlan, OptimizerPlan, PipelinePlan
 from mlpipe.train.models.moe import Experts, build_model
 from mlpipe.train.parallel import experts
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations

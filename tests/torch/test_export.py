@@ -16,7 +16,7 @@ from kit import own
 from mlpipe._core.errors import MlpipeError, StoreError, TrainError
 from mlpipe._core.presets import LLAMA, MOE
 from mlpipe.cli.outcome import _next
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 from mlpipe.store import catalogue
 from mlpipe.store.open import open_store
 from mlpipe.train import write_safetensors

@@ -13,7 +13,9 @@ from kit.on_gpu import plan_of
 
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.presets import PRESETS
-from mlpipe.plan.work import AdapterPlan, EmaPlan, Mesh
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import AdapterPlan
+from mlpipe.plan.updates import EmaPlan
 from mlpipe.train.loss_scale import LossScale
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.optim import adamw4bit

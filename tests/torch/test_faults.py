@@ -15,7 +15,9 @@ from kit import plans, processes
 from kit.command_runs import until
 
 from mlpipe.observe.runview import view_stage
-from mlpipe.plan.work import BestPlan, Entry, MetricPlan, ModelPlan, ValidatePlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.validation import BestPlan, MetricPlan, ValidatePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState

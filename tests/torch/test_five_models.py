@@ -17,8 +17,12 @@ from kit import plans
 from kit.command_runs import Cli
 from torch import Tensor, nn
 
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import DataPlan, Entry, Mesh, ModelPlan, TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.datasets import open_dataset
 from mlpipe.train.model import build_model

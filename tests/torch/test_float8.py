@@ -8,7 +8,7 @@ from kit import plans
 from torch import nn
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.parallel import float8
 from mlpipe.train.parallel.float8 import quantized

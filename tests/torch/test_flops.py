@@ -12,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mlpipe._core.presets import PRESETS
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.shapes.dense import Dense
-from mlpipe.plan.work import Entry, ModelPlan
 from mlpipe.train import flops
 from mlpipe.train.flops import count_flops_per_token, measure_peak, recomputed_flops_per_token
 from mlpipe.train.model import build_model

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.presets import PRESETS
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.sizes import HEAD_CHUNK_ELEMENTS
-from mlpipe.plan.work import Mesh
 from mlpipe.train.loss import IGNORED, cross_entropy_sum
 from mlpipe.train.models import moe
 from mlpipe.train.models.llama import build_model

@@ -14,7 +14,9 @@ from kit import plans
 from kit.thread_ranks import on_ranks
 
 from mlpipe.plan.plan import Replicas
-from mlpipe.plan.work import CallbackPlan, IslandsPlan, OptimizerPlan, ValidatePlan
+from mlpipe.plan.updates import IslandsPlan, OptimizerPlan
+from mlpipe.plan.validation import ValidatePlan
+from mlpipe.plan.work import CallbackPlan
 from mlpipe.store import replicas
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.optim.islands import LocalUpdates

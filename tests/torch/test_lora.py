@@ -19,9 +19,11 @@ from kit import plans
 from mlpipe._core.adapters import MAGNITUDE, A, B
 from mlpipe._core.errors import TrainError
 from mlpipe._core.quantized import is_quantized
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh, PipelinePlan
+from mlpipe.plan.model import AdapterPlan, InitPlan, ModelPlan
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes import pretrained
-from mlpipe.plan.work import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan, PipelinePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from kit import plans
 from kit.processes import digest_of
 
-from mlpipe.plan.work import EmaPlan, Entry, Mesh, ModelPlan, PipelinePlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh, PipelinePlan
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.updates import EmaPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.data import MicrobatchLoader

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mlpipe._core.presets import PRESETS
+from mlpipe.plan.settings import Precision
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.tensors import total
-from mlpipe.plan.work import Precision
 from mlpipe.train.models import moe
 from mlpipe.train.models.llama import build_model
 from mlpipe.train.precision import autocast

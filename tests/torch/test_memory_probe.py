@@ -12,8 +12,11 @@ import torch.distributed as dist
 from kit.plans import losses, run_together, train_plan, write_tokens
 
 from mlpipe._core.errors import TrainError
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import Entry, Mesh, Prediction, Strategy, TrainPlan
+from mlpipe.plan.settings import Strategy
+from mlpipe.plan.work import Prediction, TrainPlan
 from mlpipe.train import memory_probe
 from mlpipe.train.memory_probe import _peak_bytes, fitting_plan, is_due
 from mlpipe.train.microbatch import Microbatch

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kit.metrics import CPU, batch, values
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import MetricPlan
+from mlpipe.plan.validation import MetricPlan
 from mlpipe.train.metrics import Metric, Metrics
 
 pytestmark = pytest.mark.torch

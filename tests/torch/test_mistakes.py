@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from kit import plans
 
-from mlpipe.plan.work import DataPlan, Entry, ModelPlan
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.worker import _repeats

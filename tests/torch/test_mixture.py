@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from kit import own_data, plans
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import DataPlan, Entry, Mesh, SourcePlan
+from mlpipe.plan.data import DataPlan, SourcePlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.datasets import open_dataset
 from mlpipe.train.microbatch import collate

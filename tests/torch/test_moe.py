@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from kit import plans
 
 from mlpipe._core.presets import MOE, MoeConfig
-from mlpipe.plan.work import Entry, Mesh, ModelPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.models.moe import MoE, build_model
 from mlpipe.train.parallel import balance_experts

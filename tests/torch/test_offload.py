@@ -13,7 +13,7 @@ from kit.processes import digest_of
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
-from mlpipe.plan.work import EmaPlan
+from mlpipe.plan.updates import EmaPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.models.llama import build_model

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from kit import plans
 
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import Mesh
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 

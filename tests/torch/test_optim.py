@@ -16,7 +16,7 @@ from torch import nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.plan.work import OptimizerPlan
+from mlpipe.plan.updates import OptimizerPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.checkpoint import Checkpointer, Coordination, SaveSettings
@@ -398,7 +398,10 @@ from mlpipe.train import without_dynamo
 without_dynamo.install()
 import torch
 import torch.distributed as dist
-from mlpipe.plan.work import Entry, Mesh, ModelPlan, OptimizerPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.updates import OptimizerPlan
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.make import make_update

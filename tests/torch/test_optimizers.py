@@ -20,8 +20,10 @@ from torch import nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.optimizers import OPTIMIZERS
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh, PipelinePlan
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import EmaPlan, Entry, Mesh, OptimizerPlan, ParameterGroup, PipelinePlan
+from mlpipe.plan.updates import EmaPlan, OptimizerPlan, ParameterGroup
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.export import export_checkpoint

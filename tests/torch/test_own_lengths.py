@@ -12,7 +12,8 @@ from kit import plans
 from kit.weights import weights
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import DataPlan, Entry
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
 from mlpipe.train.datasets import open_dataset
 
 pytestmark = pytest.mark.torch

@@ -15,7 +15,10 @@ from kit import own, plans
 from torch import nn
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import DataPlan, Entry, Mesh, ModelPlan
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.contract import check_call

@@ -14,9 +14,12 @@ from kit.weights import held
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.pipelines import why_not
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh, PipelinePlan
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.pipelining import orders
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import Entry, Mesh, ModelPlan, OptimizerPlan, PipelinePlan
+from mlpipe.plan.updates import OptimizerPlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.parallel.sequence import check_sequence, stages_of
 

@@ -18,11 +18,11 @@ from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.plan.axes.axis import RankWork
 from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.optimizers import OptimizerCost
+from mlpipe.plan.settings import Strategy
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.frozen import Frozen
 from mlpipe.plan.shapes.shape import Part
 from mlpipe.plan.tensors import total
-from mlpipe.plan.work import Strategy
 
 pytestmark = pytest.mark.torch
 FREEZE = ("embed*", "layers.0.mlp.*", "layers.*.self_attn.k_proj.*")  # as in kit/states.py

@@ -27,8 +27,8 @@ from kit.warm import Popen, of_plan
 
 from mlpipe._core.errors import NODE_FAULT_CODE, TrainError
 from mlpipe._core.load import Clock
+from mlpipe.plan.mesh import Mesh, PipelinePlan
 from mlpipe.plan.plan import PreflightPlan
-from mlpipe.plan.work import Mesh, PipelinePlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import NODE_FAULT, read_outcome
 from mlpipe.store.preflight import read_checked

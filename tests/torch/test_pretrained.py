@@ -16,9 +16,11 @@ import torch
 from kit import plans
 
 from mlpipe._core.presets import MoeConfig
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import AdapterPlan, InitPlan, ModelPlan
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes import pretrained
-from mlpipe.plan.work import AdapterPlan, Entry, InitPlan, Mesh, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find

@@ -15,7 +15,10 @@ from kit.command_runs import until
 from mlpipe.observe.profiles.findings import findings
 from mlpipe.observe.profiles.stored import profiles_of_stage
 from mlpipe.observe.profiles.text import profile_text
-from mlpipe.plan.work import DataPlan, Entry, ModelPlan, ProfilePlan
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.work import ProfilePlan
 from mlpipe.store import profiles
 from mlpipe.store.open import open_store
 from mlpipe.store.profiles import ProfileRequest

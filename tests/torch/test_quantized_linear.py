@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpipe._core.quantized import BASES, BLOCK, NF4, STEPS, Base, row_bytes
-from mlpipe.plan.work import AdapterPlan
+from mlpipe.plan.model import AdapterPlan
 from mlpipe.train.export_merged import in_few_bits
 from mlpipe.train.models import quantized_linear
 from mlpipe.train.models.quantized_linear import QuantizedLinear, dequantize, quantize, quantized_layers

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 from mlpipe.train.data import MicrobatchLoader, ReadAhead
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.seeding import seed_step

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mlpipe._core.errors import MlpipeError
-from mlpipe.plan.work import OptimizerPlan
+from mlpipe.plan.updates import OptimizerPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.checkpoint import Checkpointer, Coordination, SaveSettings, share

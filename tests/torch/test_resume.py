@@ -12,8 +12,9 @@ import pytest
 from kit import plans, processes
 from kit.command_runs import until
 
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import Entry, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 

@@ -14,8 +14,10 @@ import torch
 from kit import models, plans
 from kit.command_runs import Cli
 
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import InitPlan, ModelPlan
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import Entry, InitPlan, Mesh, ModelPlan
 from mlpipe.store import catalogue, runs, weights
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find

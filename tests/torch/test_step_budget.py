@@ -15,14 +15,17 @@ from mlpipe._core.compression import COMPRESSIONS
 from mlpipe._core.presets import MOE, MoeConfig
 from mlpipe.plan.axes import active, pp
 from mlpipe.plan.axes.tp import num_collectives
+from mlpipe.plan.entry import Entry
 from mlpipe.plan.hardware import detect_hardware
+from mlpipe.plan.mesh import Mesh, PipelinePlan
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.pipelining import num_transfers
 from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.experts import Experts
+from mlpipe.plan.updates import CompressPlan, IslandsPlan
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import CompressPlan, Entry, IslandsPlan, Mesh, ModelPlan, PipelinePlan
 
 pytestmark = pytest.mark.torch
 

@@ -15,8 +15,11 @@ from kit.weights import weights
 
 from mlpipe._core.record_lines import parse
 from mlpipe.observe.progress import live_line, summarize
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import PreflightPlan
-from mlpipe.plan.work import Entry, GroupPlan, Mesh, ModelPlan
+from mlpipe.plan.work import GroupPlan
 from mlpipe.train.slow_nodes import SLOW_FILE
 
 pytestmark = pytest.mark.torch

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from kit import plans
 
+from mlpipe.plan.entry import Entry
 from mlpipe.plan.memory import saved_bytes
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.shapes.dense import Dense
-from mlpipe.plan.work import Entry, ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from kit import own_data, plans
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import DataPlan, Entry, Mesh, ModelPlan
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.data_workers import DataWorkers
 from mlpipe.train.datasets import open_dataset

@@ -15,8 +15,9 @@ from kit.tensor_worker import Twice
 from kit.weights import held
 
 from mlpipe.plan.axes.tp import num_collectives
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import Mesh, MetricPlan, ValidatePlan
+from mlpipe.plan.validation import MetricPlan, ValidatePlan
 from mlpipe.train.init import initialize
 from mlpipe.train.slices import Slice, keep_slice
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kit.metrics import NUM_CLASSES, values
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import MetricPlan
+from mlpipe.plan.validation import MetricPlan
 
 pytestmark = pytest.mark.torch
 

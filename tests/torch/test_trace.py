@@ -17,12 +17,16 @@ from mlpipe._core.errors import TrainError
 from mlpipe.cli.plan_trace import traced
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.cut_stages import cut_of
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.settings import CHECKPOINTING
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.shapes.traced import Traced
 from mlpipe.plan.tensors import COMPUTE_BYTES, total
 from mlpipe.plan.training import compare, trainings
-from mlpipe.plan.work import CHECKPOINTING, DataPlan, Entry, ModelPlan, TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.train.trace import trace
 

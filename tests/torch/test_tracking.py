@@ -8,7 +8,8 @@ import pytest
 from kit import plans, wandb_files
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mlpipe.plan.work import CallbackPlan, MetricPlan, TrackerPlan, ValidatePlan
+from mlpipe.plan.validation import MetricPlan, ValidatePlan
+from mlpipe.plan.work import CallbackPlan, TrackerPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.tracking import history

@@ -15,18 +15,12 @@ import pytest
 import torch
 from kit import plans
 
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import (
-    BestPlan,
-    DataPlan,
-    EmaPlan,
-    Entry,
-    MetricPlan,
-    ModelPlan,
-    OptimizerPlan,
-    StopPlan,
-    ValidatePlan,
-)
+from mlpipe.plan.updates import EmaPlan, OptimizerPlan
+from mlpipe.plan.validation import BestPlan, MetricPlan, StopPlan, ValidatePlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.export import export_checkpoint

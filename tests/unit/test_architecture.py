@@ -11,7 +11,7 @@ import pytest
 
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.kinds import KINDS, Kind
-from mlpipe.plan.work import STRATEGIES
+from mlpipe.plan.settings import STRATEGIES
 from mlpipe.spec.part import spec_part
 from mlpipe.submit.backends import TABLE
 
@@ -23,7 +23,7 @@ Modules = dict[Path, ast.Module]
 HOMES = {
     "strategy": {
         "plan/strategies/__init__.py",  # the table
-        "plan/work.py",  # the enumeration
+        "plan/settings.py",  # the enumeration
         "plan/older.py",  # what plans of earlier versions meant by it
         "kinds/train/spec.py",  # rules of the pipeline's file
     },

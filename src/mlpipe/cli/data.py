@@ -10,7 +10,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe.cli.session import CliSession, overrides, shared
 
 if TYPE_CHECKING:
-    from mlpipe.plan.work import ChatPlan
+    from mlpipe.plan.data import ChatPlan
 
 
 @click.group()

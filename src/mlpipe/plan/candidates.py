@@ -15,22 +15,15 @@ from mlpipe._core.units import parse_bytes, parse_cadence
 from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
 from mlpipe.plan.choose import Candidate, cheaper, choose, is_tight, smallest
 from mlpipe.plan.hardware import GPUS, Hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
 from mlpipe.plan.pricing import Choices, Pricer, Training
+from mlpipe.plan.settings import CHECKPOINTING, Checkpointing, Communication, ContextExchange, Precision
 from mlpipe.plan.shapes import frozen
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.work import (
-    CHECKPOINTING,
-    Checkpointing,
-    Communication,
-    CompressPlan,
-    ContextExchange,
-    IslandsPlan,
-    Mesh,
-    Precision,
-    TrainPlan,
-)
+from mlpipe.plan.updates import CompressPlan, IslandsPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec import links
 from mlpipe.spec.data import ChatData, OwnData, TokenData
 from mlpipe.spec.links import UNSCALED

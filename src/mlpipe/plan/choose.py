@@ -10,9 +10,10 @@ from typing import Literal
 
 from mlpipe._core.errors import PlanError
 from mlpipe.plan.memory import MemoryEstimate
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.settings import CHECKPOINTING, Communication, ContextExchange, Strategy
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import StepSeconds
-from mlpipe.plan.work import CHECKPOINTING, Communication, ContextExchange, Mesh, Strategy
 
 # Two candidates whose step times differ by less are equally fast: the model does not know better.
 _EQUAL = 0.02

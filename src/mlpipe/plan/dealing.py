@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, zip_longest
 from typing import Literal
 
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.settings import Communication
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.shares import bounds
-from mlpipe.plan.work import Communication, Mesh
 
 Row = list[int]  # numbers of samples of the step
 Work = list[list[float]]  # of a step: of each rank each microbatch's, in any unit

@@ -16,7 +16,8 @@ from mlpipe.plan.optimizers import optimizer_cost
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes import frozen, presets
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.work import CompressPlan, TrainPlan
+from mlpipe.plan.updates import CompressPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec.model import Pipeline
 
 _MILDEST = "int8"  # of compressions that send less than half

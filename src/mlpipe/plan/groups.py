@@ -35,11 +35,13 @@ from mlpipe.plan.candidates import (
 )
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.search import MODEL_ERROR
+from mlpipe.plan.settings import CHECKPOINTING, Strategy
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.shares import bounds
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.work import CHECKPOINTING, GroupPlan, Mesh, Strategy, TrainPlan
+from mlpipe.plan.work import GroupPlan, TrainPlan
 
 _DIGITS = 5  # of a speed: the rest is noise, which would make plans differ from machine to machine
 _EQUAL_RATIO = 1.02  # of the fastest: the first strategy within it splits least

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from mlpipe._core.units import parse_bytes, parse_seconds
 from mlpipe.plan import allocators, grace
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.plan import Launch, PreflightPlan
-from mlpipe.plan.work import Mesh, TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec.model import Resources, Stage
 from mlpipe.spec.placeholders import fill, resolve
 

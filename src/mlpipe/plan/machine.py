@@ -21,8 +21,8 @@ from mlpipe._core.cpus import num_cpus, processor
 from mlpipe._core.files import state_folder, write_whole
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.plan.reference import reference_seconds
+from mlpipe.plan.settings import Precision
 from mlpipe.plan.speed import Speed
-from mlpipe.plan.work import Precision
 
 SCHEMA_VERSION = 1
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")

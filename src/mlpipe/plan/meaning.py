@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from mlpipe.kinds.train.spec import OwnModel, PretrainedModel, Train
-from mlpipe.plan.work import DataPlan, ModelPlan, SourcePlan
+from mlpipe.plan.data import DataPlan, SourcePlan
+from mlpipe.plan.model import ModelPlan
 from mlpipe.spec.data import (
     BUCKET,
     AnySource,

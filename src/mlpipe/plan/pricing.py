@@ -17,7 +17,9 @@ from mlpipe.plan.choose import Candidate, cheaper
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.memory import MemoryEstimate
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
+from mlpipe.plan.settings import Communication, ContextExchange, Offload, Strategy, adds_exactly
 from mlpipe.plan.shapes.shape import Activations, ModelShape, ParameterCounts, Part, StepShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
@@ -33,17 +35,8 @@ from mlpipe.plan.time import (
     update_seconds,
     whole_steps,
 )
+from mlpipe.plan.updates import CompressPlan, IslandsPlan
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import (
-    Communication,
-    CompressPlan,
-    ContextExchange,
-    IslandsPlan,
-    Mesh,
-    Offload,
-    Strategy,
-    adds_exactly,
-)
 
 if TYPE_CHECKING:
     from mlpipe.plan.uneven import Uneven

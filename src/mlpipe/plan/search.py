@@ -18,9 +18,10 @@ from typing import NamedTuple
 from mlpipe._core.meshes import unsupported_mix
 from mlpipe.plan.choose import ROOM_WINDOW, Candidate, is_tight
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.pricing import Choices, Pricer
+from mlpipe.plan.settings import Strategy
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.work import Mesh, Strategy
 
 # By how much predicted seconds of a step may be wrong (of benchmarks/planner's published runs from which
 # nothing was learned seven of ten are within): a mesh with more axes has to win by more.

@@ -36,43 +36,22 @@ from mlpipe.plan.candidates import (
     uneven_of,
 )
 from mlpipe.plan.choose import Candidate, rank
+from mlpipe.plan.data import ChatFile, ChatPlan, DataPlan, FilesPlan, SourcePlan
+from mlpipe.plan.entry import Entry
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.mesh import Mesh, PipelinePlan
+from mlpipe.plan.model import AdapterPlan, InitPlan, ModelPlan
 from mlpipe.plan.pricing import flags_of
 from mlpipe.plan.references import stage_named
+from mlpipe.plan.settings import Communication, ContextExchange, compiled
 from mlpipe.plan.shapes import frozen, presets
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.tensors import COMPUTE_BYTES
-from mlpipe.plan.work import (
-    AdapterPlan,
-    BestPlan,
-    CallbackPlan,
-    ChatFile,
-    ChatPlan,
-    CheckpointPlan,
-    Communication,
-    ContextExchange,
-    DataPlan,
-    EmaPlan,
-    Entry,
-    FilesPlan,
-    InitPlan,
-    Mesh,
-    MetricPlan,
-    ModelPlan,
-    OptimizerPlan,
-    ParameterGroup,
-    PipelinePlan,
-    Prediction,
-    ProfilePlan,
-    SourcePlan,
-    StopPlan,
-    TrackerPlan,
-    TrainPlan,
-    ValidatePlan,
-    compiled,
-)
+from mlpipe.plan.updates import EmaPlan, OptimizerPlan, ParameterGroup
+from mlpipe.plan.validation import BestPlan, MetricPlan, StopPlan, ValidatePlan
+from mlpipe.plan.work import CallbackPlan, CheckpointPlan, Prediction, ProfilePlan, TrackerPlan, TrainPlan
 from mlpipe.spec.data import (
     BUCKET,
     DEFAULT_CACHE,

@@ -24,7 +24,8 @@ from mlpipe.plan.dealing import (
     waits_of,
     work_of,
 )
-from mlpipe.plan.work import Communication, Mesh
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.settings import Communication
 
 _BYTES_PER_TOKEN = 4.0  # of English, and a vocabulary of 32,000 or more
 _TOKENS_PER_TURN = 5  # of a template, around what somebody says

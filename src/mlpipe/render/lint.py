@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.plan.cluster import ClusterPlan
 from mlpipe.plan.grace import checkpoint_bytes, save_seconds
+from mlpipe.plan.model import InitPlan
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import InitPlan, TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.render.names import MAX_NAME, gang_name
 from mlpipe.render.patches import targets
 

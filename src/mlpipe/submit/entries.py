@@ -17,8 +17,8 @@ from pathlib import Path
 
 from mlpipe._core.errors import SubmitError
 from mlpipe._core.meshes import UNSPLIT
+from mlpipe.plan.entry import Entry
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import Entry
 
 _PLAIN = sys.stdlib_module_names - {"importlib"} | {"torch", "numpy"}
 

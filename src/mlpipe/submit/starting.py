@@ -11,10 +11,11 @@ from typing import Any, Literal
 from mlpipe._core.errors import MlpipeError, PlanError, SubmitError
 from mlpipe._core.serial import from_plain, to_plain
 from mlpipe.kinds.train.spec import Train
+from mlpipe.plan.model import FoundWeights, InitPlan
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes.pretrained import NO_REVISION
 from mlpipe.plan.training import init_plan, trainings
-from mlpipe.plan.work import FoundWeights, InitPlan, TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.spec import overrides as override_rules
 from mlpipe.spec.placeholders import names
 from mlpipe.spec.problems import closest

@@ -7,7 +7,8 @@ from typing import Any
 
 from mlpipe._core.errors import DamagedError, StoreError, TrainError
 from mlpipe._core.presets import MOE, OWN, MoeConfig, built_by
-from mlpipe.plan.work import Entry, InitPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import InitPlan
 from mlpipe.store import weights
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store

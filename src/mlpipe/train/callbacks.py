@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlpipe._core.records import Record
-from mlpipe.plan.work import CallbackPlan, Entry, TrainPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.work import CallbackPlan, TrainPlan
 from mlpipe.train.contract import broken
 from mlpipe.train.model import load_entry
 from mlpipe.train.session import Session

@@ -11,7 +11,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import DataPlan, Entry, SourcePlan
+from mlpipe.plan.data import DataPlan, SourcePlan
+from mlpipe.plan.entry import Entry
 from mlpipe.train.chat.samples import ChatSamples, MixedChat, open_chat
 from mlpipe.train.microbatch import Collated, form, is_sample, no_sample, unlike
 from mlpipe.train.mixture import Mixture, Shortened

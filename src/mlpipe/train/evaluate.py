@@ -17,8 +17,9 @@ from mlpipe._core.errors import DamagedError, TrainError
 from mlpipe._core.gate import BUILT_IN, METRICS, check, parse_gate
 from mlpipe._core.records import End, Evaluation, Record, Start
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
+from mlpipe.plan.model import InitPlan
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import InitPlan, TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.store.catalogue import Checkpoint
 from mlpipe.store.manifest import Manifest

@@ -15,7 +15,8 @@ from mlpipe._core.adapters import MAGNITUDE, A, B, is_adapter, scale
 from mlpipe._core.errors import TrainError
 from mlpipe._core.quantized import BLOCK, NF4, NF4_BORDERS, STEPS, Base, is_quantized
 from mlpipe._core.serial import from_plain
-from mlpipe.plan.work import AdapterPlan, Entry, InitPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import AdapterPlan, InitPlan
 from mlpipe.store.base import Store
 from mlpipe.store.manifest import Manifest, Tensor
 from mlpipe.train.base_weights import names_here, open_found

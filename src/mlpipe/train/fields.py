@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import FilesPlan
+from mlpipe.plan.data import FilesPlan
 from mlpipe.train.loss import IGNORED
 from mlpipe.train.tokenizer import END_OF_TEXT, load_tokenizer, tokenizer_file
 

@@ -8,8 +8,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mlpipe._core.errors import TrainError
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.shapes import presets
-from mlpipe.plan.work import ModelPlan, TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.debugger import no_breakpoints
 from mlpipe.train.microbatch import num_tokens
 from mlpipe.train.model import Batch, LossModule, construct, load_entry

@@ -16,7 +16,7 @@ import torch
 
 from mlpipe.plan.machine import PRECISIONS
 from mlpipe.plan.reference import REFERENCE, REFERENCE_BATCH
-from mlpipe.plan.work import Precision
+from mlpipe.plan.settings import Precision
 from mlpipe.train.model import LossModule
 from mlpipe.train.models.llama import Llama
 from mlpipe.train.precision import DTYPES

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import Entry, MetricPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.validation import MetricPlan
 from mlpipe.train.contract import check_targets, logits_of
 from mlpipe.train.loss import IGNORED
 from mlpipe.train.model import Batch, load_entry

@@ -24,7 +24,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from mlpipe.plan.work import Entry, ModelPlan, Precision
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.settings import Precision
 from mlpipe.train.contract import broken, check_targets, logits_of, sum_and_count
 from mlpipe.train.debugger import was_left
 from mlpipe.train.init import refuse_unwritten

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlpipe._core.errors import MlpipeError, TrainError
-from mlpipe.plan.work import FilesPlan
+from mlpipe.plan.data import FilesPlan
 from mlpipe.train.data_files import DataFile, RangeFile, cache_of, find_files, is_remote
 from mlpipe.train.fields import Fields
 from mlpipe.train.shard_cache import CachedFile, check_room

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlpipe.plan.work import Precision
+from mlpipe.plan.settings import Precision
 
 DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,

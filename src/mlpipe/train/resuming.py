@@ -14,7 +14,8 @@ import torch.distributed as dist
 from mlpipe._core.errors import DamagedError, TrainError
 from mlpipe._core.records import Fallback
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import OptimizerPlan, TrainPlan
+from mlpipe.plan.updates import OptimizerPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.store.base import Store
 from mlpipe.store.manifest import Manifest

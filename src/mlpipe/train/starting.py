@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from mlpipe._core.adapters import is_adapter
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import InitPlan, TrainPlan
+from mlpipe.plan.model import InitPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.store.weights import PREFIX, Weights
 from mlpipe.train.base_weights import names_here, open_found

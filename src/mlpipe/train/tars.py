@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from mlpipe._core.errors import MlpipeError, TrainError
-from mlpipe.plan.work import FilesPlan
+from mlpipe.plan.data import FilesPlan
 from mlpipe.store.open import open_store
 from mlpipe.train.data_files import base_of, cache_of, find_files, is_remote, matches
 from mlpipe.train.fields import Fields

@@ -29,10 +29,13 @@ from torch.utils.flop_counter import flop_registry
 from mlpipe._core.errors import MlpipeError, TrainError
 from mlpipe._core.pipelines import stages_per_rank
 from mlpipe._core.serial import from_plain, to_json
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.mesh import PipelinePlan
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.pipelining import order
+from mlpipe.plan.settings import CHECKPOINTING, Precision
 from mlpipe.plan.shapes.shape import ParameterCounts
 from mlpipe.plan.shapes.traced import Child, Ops, Traced, TracedPass
-from mlpipe.plan.work import CHECKPOINTING, DataPlan, ModelPlan, PipelinePlan, Precision
 from mlpipe.train import loss as losses
 from mlpipe.train.contract import logits_of
 from mlpipe.train.datasets import open_dataset

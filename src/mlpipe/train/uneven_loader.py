@@ -22,8 +22,9 @@ from mlpipe.plan.dealing import (
     waits_of,
     work_of,
 )
+from mlpipe.plan.settings import Communication
 from mlpipe.plan.shapes import presets
-from mlpipe.plan.work import Communication, TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.data import MicrobatchLoader
 from mlpipe.train.microbatch import Microbatch, uncounted
 from mlpipe.train.model import DOCUMENTS

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from mlpipe._core import records
 from mlpipe._core.errors import TrainError
 from mlpipe._core.gate import BUILT_IN, is_better
-from mlpipe.plan.work import BestPlan, DataPlan, MetricPlan, StopPlan, TrainPlan, ValidatePlan
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.validation import BestPlan, MetricPlan, StopPlan, ValidatePlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.contract import check_call
 from mlpipe.train.datasets import open_dataset, tokenizer_of

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 
 EXPERT_SHARD = "expert_shard"  # ranks of `dp_shard` that have the same experts
 _OF_DP_SHARD = {"ep": "dp_shard", EXPERT_SHARD: "dp_shard"}  # what is split over one is over both

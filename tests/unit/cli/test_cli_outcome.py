@@ -8,7 +8,7 @@ import pytest
 from kit.synthetic_run import stage_plan, stage_state, train_plan, write_run
 
 from mlpipe.cli.outcome import summary
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import read_run
 

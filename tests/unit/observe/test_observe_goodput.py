@@ -15,7 +15,7 @@ from mlpipe._core.records import Launched, Record, Submitted
 from mlpipe.observe.buckets import NAMES
 from mlpipe.observe.goodput import Attempt, Ledger, account, add
 from mlpipe.observe.runview import view_run
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import append_event
 

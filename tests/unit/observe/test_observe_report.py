@@ -29,8 +29,9 @@ from mlpipe._core.records import Fallback
 from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.observe.report import build_markdown, build_report, write_report
 from mlpipe.observe.runview import MOST_RANKS, view_run
+from mlpipe.plan.data import ChatPlan, DataPlan
+from mlpipe.plan.mesh import Mesh, PipelinePlan
 from mlpipe.plan.plan import PreflightPlan
-from mlpipe.plan.work import ChatPlan, DataPlan, Mesh, PipelinePlan
 from mlpipe.store.open import open_store
 from mlpipe.store.preflight import Checked, write_checked, write_slow
 from mlpipe.store.runs import StageState, append_event

@@ -13,10 +13,10 @@ from mlpipe.plan.allocators import cuda, glibc, gloo
 from mlpipe.plan.allocators.glibc import RETAINING_BYTES, TRIMMING_BYTES
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.memory import rank_tensors
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ParameterCounts
 from mlpipe.plan.tensors import Moment, Tensors, below
-from mlpipe.plan.work import Mesh
 
 pytestmark = pytest.mark.unit
 SIZES = Dense(PRESETS["llama-8m"]).parameters  # an embedding of 6 MiB; 4 layers of seven matrices, nine norms

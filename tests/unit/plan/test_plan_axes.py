@@ -13,9 +13,9 @@ from mlpipe.plan.axes import active, cp, dp_replicate, ep, pp, tp
 from mlpipe.plan.axes.axis import Exchanged, Layout, Passes
 from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.memory import rank_tensors
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.shapes.shape import ParameterCounts, Part
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import Mesh
 
 pytestmark = pytest.mark.unit
 PASSES = Passes(

@@ -24,12 +24,14 @@ from mlpipe.plan.allocators import glibc
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.candidates import micro_batches, precision_on
 from mlpipe.plan.hardware import CATALOGUE, CPU_CORE, GIB, GPUS, Hardware, detect_hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import traffic_bytes
 from mlpipe.plan.plan import Plan
+from mlpipe.plan.settings import STRATEGIES
 from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.training import compare
-from mlpipe.plan.work import STRATEGIES, EmaPlan, Mesh, ParameterGroup
+from mlpipe.plan.updates import EmaPlan, ParameterGroup
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
 from mlpipe.spec.model import Device, Pipeline, Resources
 from mlpipe.spec.problems import SpecErrors

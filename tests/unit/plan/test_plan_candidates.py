@@ -24,10 +24,12 @@ from mlpipe.plan.choose import Candidate, choose, rank, verdict
 from mlpipe.plan.hardware import CPU_CORE, GIB, GPUS, Hardware
 from mlpipe.plan.kernels import Kernels, copy_seconds
 from mlpipe.plan.memory import rank_tensors
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
 from mlpipe.plan.reference import REFERENCE, reference_step
 from mlpipe.plan.scaling import parse_nodes, scale_stage, within
+from mlpipe.plan.settings import Strategy
 from mlpipe.plan.shapes.dense import Dense, traffic_block, traffic_by_width
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES
@@ -36,7 +38,6 @@ from mlpipe.plan.strategies import ORDER, hsdp
 from mlpipe.plan.time import offload_seconds, passes, save_seconds
 from mlpipe.plan.training import compare
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import Mesh, Strategy
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.validation import Validate

@@ -10,8 +10,8 @@ import pytest
 from mlpipe._core.errors import PlanError
 from mlpipe.plan.build import Start, build_plan
 from mlpipe.plan.hardware import GIB, Hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.work import Mesh
 from mlpipe.spec.load import load_pipeline_text
 
 pytestmark = pytest.mark.unit

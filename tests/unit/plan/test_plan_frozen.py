@@ -12,6 +12,7 @@ from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.memory import rank_tensors, saved_bytes
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
 from mlpipe.plan.shapes.dense import Dense
@@ -20,7 +21,6 @@ from mlpipe.plan.shapes.shape import Part, StepShape
 from mlpipe.plan.tensors import total
 from mlpipe.plan.time import passes
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import Mesh
 
 pytestmark = pytest.mark.unit
 # V 10, D 4, L 2, 2 query heads and 1 key/value head of 2 channels, F 6: 300 in all, 128 a block, 44 outside

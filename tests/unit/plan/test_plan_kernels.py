@@ -11,10 +11,10 @@ from mlpipe._core.presets import PRESETS, MoeConfig
 from mlpipe.plan.axes.axis import Layout
 from mlpipe.plan.hardware import detect_hardware
 from mlpipe.plan.kernels import Kernels
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.shapes.experts import Experts
 from mlpipe.plan.shapes.shape import Part, StepShape
 from mlpipe.plan.time import gradient_seconds, slowest_ratio
-from mlpipe.plan.work import Mesh
 from mlpipe.spec.model import Resources
 
 pytestmark = pytest.mark.unit

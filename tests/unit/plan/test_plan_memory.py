@@ -9,11 +9,11 @@ from mlpipe._core.presets import PRESETS, LlamaConfig
 from mlpipe.plan import allocators
 from mlpipe.plan.allocators import gloo
 from mlpipe.plan.memory import MemoryEstimate, estimate, rank_tensors, saved_bytes
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.tensors import total
-from mlpipe.plan.work import Mesh
 
 pytestmark = pytest.mark.unit
 # V 10, D 4, L 2, 2 query heads and 1 key/value head of 2 channels, F 6

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlpipe._core import meshes
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 
 pytestmark = pytest.mark.unit
 

@@ -17,6 +17,7 @@ from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.kernels import copy_seconds
 from mlpipe.plan.memory import MemoryEstimate, rank_tensors
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes.dense import Dense
@@ -25,7 +26,6 @@ from mlpipe.plan.shapes.shape import ParameterCounts, Part, StepShape
 from mlpipe.plan.tensors import total
 from mlpipe.plan.time import passes
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import Mesh
 
 pytestmark = pytest.mark.unit
 SHAPE = Dense(PRESETS["llama-8b"])

@@ -11,9 +11,9 @@ import pytest
 
 from mlpipe._core.errors import MlpipeError, SpecError
 from mlpipe.plan.build import Start, build_plan, stage_hardware
+from mlpipe.plan.model import AdapterPlan
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes import frozen, presets, pretrained
-from mlpipe.plan.work import AdapterPlan
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store.folder import FolderStore
 

@@ -9,8 +9,8 @@ import pytest
 
 from mlpipe._core import meshes
 from mlpipe.plan.axes import AXES
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.work import Mesh
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[3] / "src" / "mlpipe"
@@ -35,7 +35,7 @@ def test_a_strategy_is_settings_and_nothing_else(name: str) -> None:
     """Without the planner's arithmetic: it imports the mesh alone."""
     tree = ast.parse((ROOT / "plan" / "strategies" / f"{name}.py").read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"__future__", "mlpipe.plan.work"}
+    assert imported == {"__future__", "mlpipe.plan.mesh"}
 
 
 def test_who_plans_for_a_gpu_never_meets_the_heap_of_a_cpu() -> None:

@@ -14,12 +14,13 @@ from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.candidates import enumerate_candidates, pick
 from mlpipe.plan.choose import Candidate, cheaper, choose, verdict
 from mlpipe.plan.hardware import GIB, Hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.pricing import Pricer
 from mlpipe.plan.scaling import scale_stage
+from mlpipe.plan.settings import CHECKPOINTING
 from mlpipe.plan.shapes import dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.training import shape_of, training_of
-from mlpipe.plan.work import CHECKPOINTING, Mesh
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.problems import SpecErrors
 

@@ -21,11 +21,11 @@ from mlpipe.plan.candidates import priced, uneven_of
 from mlpipe.plan.choose import Candidate
 from mlpipe.plan.dealing import cost_of_samples
 from mlpipe.plan.hardware import GIB, Hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.shapes import presets
 from mlpipe.plan.uneven import Uneven, lengths_of
-from mlpipe.plan.work import Mesh
 from mlpipe.spec.load import load_pipeline_text
 
 pytestmark = pytest.mark.unit

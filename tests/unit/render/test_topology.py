@@ -19,9 +19,9 @@ from kit.rendered import pipeline_of, plan_of
 from mlpipe.plan.axes.axis import Layout
 from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import Mesh
 from mlpipe.render.kubernetes import inner_nodes
 
 pytestmark = pytest.mark.unit

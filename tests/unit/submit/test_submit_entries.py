@@ -10,7 +10,7 @@ import pytest
 from kit.command_runs import Cli
 
 from mlpipe._core.errors import MlpipeError
-from mlpipe.plan.work import Entry
+from mlpipe.plan.entry import Entry
 from mlpipe.submit.entries import _check, _check_split
 
 pytestmark = pytest.mark.unit

@@ -13,9 +13,9 @@ import pytest
 from mlpipe._core.errors import MlpipeError, StoreError, SubmitError
 from mlpipe.cli.session import CliSession
 from mlpipe.plan.build import Start, build_plan, stage_hardware
+from mlpipe.plan.model import InitPlan
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.training import meaning_of
-from mlpipe.plan.work import InitPlan
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import catalogue, outputs, registry, runs
 from mlpipe.store.folder import FolderStore

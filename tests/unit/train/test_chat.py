@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import ChatPlan
+from mlpipe.plan.data import ChatPlan
 from mlpipe.train.chat import jsonl, tokenised
 from mlpipe.train.chat.encode import Encoder
 from mlpipe.train.chat.jsonl import BadLine

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 from mlpipe.train.frames import own_frames, told
 
 pytestmark = pytest.mark.unit
@@ -38,7 +38,7 @@ def test_library_frames_between_the_users_are_folded(tmp_path):
     mine = module(
         tmp_path,
         "mine",
-        "import json\nfrom mlpipe.plan.work import Mesh\n"
+        "import json\nfrom mlpipe.plan.mesh import Mesh\n"
         "def hook(pairs):\n    return Mesh(pp=0)\n"
         "def outer():\n    return json.loads('{}', object_pairs_hook=hook)\n",
     )

@@ -12,8 +12,8 @@ from kit import plans
 
 from mlpipe._core.errors import NODE_FAULT_CODE, StoreError
 from mlpipe.plan.gang_node import GangNode
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.plan import PreflightPlan
-from mlpipe.plan.work import Mesh
 from mlpipe.store.outcome import read_outcome
 from mlpipe.store.preflight import Checked, Ranked, read_checked, slow_replicas, write_checked
 from mlpipe.train.launcher import Launcher

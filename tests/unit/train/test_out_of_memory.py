@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from kit.synthetic_run import train_plan
 
-from mlpipe.plan.work import Mesh, Prediction
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.work import Prediction
 from mlpipe.train.out_of_memory import comes_again, is_out_of_memory, remedy
 
 pytestmark = pytest.mark.unit

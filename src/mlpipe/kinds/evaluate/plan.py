@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mlpipe.plan.work import DataPlan, MetricPlan, StageWork, TrackerPlan, TrainPlan
+from mlpipe.plan.data import DataPlan
+from mlpipe.plan.validation import MetricPlan
+from mlpipe.plan.work import StageWork, TrackerPlan, TrainPlan
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,10 @@ from mlpipe.observe.predicted import comparison
 from mlpipe.observe.profiles.piece import profile_piece
 from mlpipe.observe.progress import format_count, format_flops, format_loss, format_mfu, split_words
 from mlpipe.observe.runview import MOST_RANKS, StageView, worst_load
-from mlpipe.plan.work import CompressPlan, InitPlan, IslandsPlan, OptimizerPlan, PipelinePlan, TrainPlan
+from mlpipe.plan.mesh import PipelinePlan
+from mlpipe.plan.model import InitPlan
+from mlpipe.plan.updates import CompressPlan, IslandsPlan, OptimizerPlan
+from mlpipe.plan.work import TrainPlan
 
 
 def section(stage: StageView) -> Section:

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.speed import Speed
 from mlpipe.plan.tensors import Group, RankTensors, Reserved
-from mlpipe.plan.work import Mesh
 
 
 def reserve(tensors: RankTensors, device: str, mesh: Mesh, checkpointing: str) -> Reserved:

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 
 from mlpipe._core.gpus import DEFAULT_RESOURCE, gpu_classes
 from mlpipe.plan.hardware import Hardware
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.tensors import RankTensors, Reserved
-from mlpipe.plan.work import Mesh
 
 _CONTEXT_BYTES = 2**30  # kernels and cuBLAS workspaces
 _NCCL_BYTES = 3 * 2**29  # its buffers, where there are others to talk to

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlpipe._core.units import format_bytes
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.tensors import Group, RankTensors, Reserved, below
-from mlpipe.plan.work import Mesh
 
 # What the kernel cannot take back; the resident set of torch 2.15 shows 0.3 GiB of library pages more.
 _CONTEXT_BYTES = 2 * 2**30 // 5

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import cast
 
 from mlpipe.plan.axes.axis import Axis
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 
 AXES = ("tp", "dp_shard", "dp_replicate", "cp", "pp", "ep")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, Protocol
 
 from mlpipe._core.pipelines import DEFAULT, Schedule
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
+from mlpipe.plan.settings import Communication, ContextExchange
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, StepShape
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES
 from mlpipe.plan.tensors import GRADIENT_BYTES, Group, RankTensors, total
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import Communication, ContextExchange, Mesh
 
 
 class Exchanged(NamedTuple):

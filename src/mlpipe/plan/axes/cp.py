@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.kernels import copy_seconds
+from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.tensors import COMPUTE_BYTES, GRADIENT_BYTES, RankTensors
 from mlpipe.plan.wire import Wire
-from mlpipe.plan.work import Mesh
 
 _BACKWARD = 2.5  # times attention's forward pass, as in `shapes/dense.py`
 

@@ -13,6 +13,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import Named
 from mlpipe._core.quantized import Base, is_quantized, row_bytes
 from mlpipe.plan.kernels import Kernels
+from mlpipe.plan.model import AdapterPlan
 from mlpipe.plan.shapes import presets
 from mlpipe.plan.shapes.dense import Dense, stacks
 from mlpipe.plan.shapes.shape import (
@@ -24,7 +25,7 @@ from mlpipe.plan.shapes.shape import (
     by_shape,
 )
 from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors
-from mlpipe.plan.work import AdapterPlan, TrainPlan
+from mlpipe.plan.work import TrainPlan
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlpipe._core.presets import PRESETS, LlamaConfig, MoeConfig, built_by
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.shapes.dense import Dense
-from mlpipe.plan.work import Entry, ModelPlan
 
 
 def preset(name: str, changes: Mapping[str, Any]) -> Dense:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.settings import Strategy
 from mlpipe.plan.strategies import ddp, fsdp, hsdp, single, zero1, zero2
-from mlpipe.plan.work import Mesh, Strategy
 
 
 class StrategyFile(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 
 SHARDS = "nothing"
 FLAGS: dict[str, bool] = {}

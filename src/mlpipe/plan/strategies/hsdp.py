@@ -3,7 +3,7 @@ gradients only."""
 
 from __future__ import annotations
 
-from mlpipe.plan.work import Mesh
+from mlpipe.plan.mesh import Mesh
 
 SHARDS = "weights, gradients and optimizer states, within each copy of the model"
 FLAGS: dict[str, bool] = {}

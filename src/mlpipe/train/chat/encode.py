@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import ChatPlan
+from mlpipe.plan.data import ChatPlan
 from mlpipe.store.open import open_store
 from mlpipe.train.chat.jsonl import BadLine, kind_of
 from mlpipe.train.chat.template import CHATML, Messages, Span, Template

@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import ChatPlan
+from mlpipe.plan.data import ChatPlan
 from mlpipe.train.chat.tokenised import tokenise
 from mlpipe.train.tokenizer import load_tokenizer, tokenizer_file
 

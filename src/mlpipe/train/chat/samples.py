@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import ChatPlan
+from mlpipe.plan.data import ChatPlan
 from mlpipe.train.loss import IGNORED
 from mlpipe.train.mixture import Mixture
 from mlpipe.train.order import Ordered

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mlpipe._core.errors import StoreError, TrainError
 from mlpipe._core.files import locked
-from mlpipe.plan.work import ChatPlan
+from mlpipe.plan.data import ChatPlan
 from mlpipe.store.outputs import cache_folder
 from mlpipe.train.chat.encode import Encoder, Sample
 from mlpipe.train.chat.jsonl import BadLine, BadLines, parsed, read_lines, too_long

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.work import EmaPlan
+from mlpipe.plan.updates import EmaPlan
 from mlpipe.store.manifest import Manifest
 from mlpipe.train.optim.update import Average, Update, after_load
 from mlpipe.train.shards import LocalShard

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.patterns import matching, nearest
-from mlpipe.plan.work import ParameterGroup
+from mlpipe.plan.updates import ParameterGroup
 from mlpipe.train.optim.update import GROUPS, Average, Update, after_load, averages_of
 from mlpipe.train.shards import LocalShard
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.sizes import GATHER_BUCKET_BYTES
-from mlpipe.plan.work import IslandsPlan
+from mlpipe.plan.updates import IslandsPlan
 from mlpipe.train.buckets import buckets, views
 from mlpipe.train.optim.sender import Answer, Sender
 from mlpipe.train.optim.update import ISLANDS, Average, Update, after_load

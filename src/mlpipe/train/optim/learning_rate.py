@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from mlpipe.plan.work import Entry, OptimizerPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.updates import OptimizerPlan
 from mlpipe.train.contract import broken
 from mlpipe.train.model import load_entry
 

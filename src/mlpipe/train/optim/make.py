@@ -9,7 +9,8 @@ from typing import Any
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.optimizers import OPTIMIZERS
-from mlpipe.plan.work import EmaPlan, Entry, OptimizerPlan
+from mlpipe.plan.entry import Entry
+from mlpipe.plan.updates import EmaPlan, OptimizerPlan
 from mlpipe.train.optim.update import Update
 from mlpipe.train.shards import LocalShard
 

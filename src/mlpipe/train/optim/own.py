@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from mlpipe.plan.work import Entry
+from mlpipe.plan.entry import Entry
 from mlpipe.train.contract import broken
 from mlpipe.train.model import load_entry
 from mlpipe.train.optim.torch_optimizer import TorchOptimizer

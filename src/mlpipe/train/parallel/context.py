@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.meshes import uneven_context
-from mlpipe.plan.work import ContextExchange, TrainPlan
+from mlpipe.plan.settings import ContextExchange
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.model import Batch
 from mlpipe.train.models.attention import causal_attention
 from mlpipe.train.models.llama import Attention, Llama

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mlpipe.plan.work import ContextExchange
+from mlpipe.plan.settings import ContextExchange
 from mlpipe.train.parallel import exact_attention, gathered_attention, ring_attention
 from mlpipe.train.parallel.rank_group import RankGroup
 

@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from mlpipe._core.pipelines import stages_per_rank
+from mlpipe.plan.mesh import PipelinePlan
 from mlpipe.plan.shapes.traced import Child
 from mlpipe.plan.stages import even_cut
-from mlpipe.plan.work import PipelinePlan, TrainPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.contract import broken
 from mlpipe.train.model import Batch
 from mlpipe.train.parallel.sequence import check_sequence, sequence_of

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from mlpipe._core.adapters import MAGNITUDE, A, B, scale, targets
 from mlpipe._core.errors import PlanError, TrainError
-from mlpipe.plan.work import AdapterPlan, TrainPlan
+from mlpipe.plan.model import AdapterPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.init import same_weights
 from mlpipe.train.model import BuiltModel
 from mlpipe.train.models.quantized_linear import QuantizedLinear, quantize_layers, quantized_layers

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from mlpipe._core.meshes import UNSPLIT
 from mlpipe._core.patterns import matching, nearest
-from mlpipe.plan.work import ModelPlan, TrainPlan
+from mlpipe.plan.model import ModelPlan
+from mlpipe.plan.work import TrainPlan
 from mlpipe.train.contract import broken
 from mlpipe.train.parallel.exact_products import part_of_outputs, part_of_sum
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel

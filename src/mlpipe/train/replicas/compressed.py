@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES
-from mlpipe.plan.work import CompressPlan
+from mlpipe.plan.updates import CompressPlan
 from mlpipe.train.buckets import buckets, views
 from mlpipe.train.parallel.compression.averager import Link, averager_maker, padded
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mlpipe._core.compression import BLOCK, COMPRESSIONS
-from mlpipe.plan.work import CompressPlan
+from mlpipe.plan.updates import CompressPlan
 from mlpipe.train.parallel.rank_group import RankGroup
 
 
