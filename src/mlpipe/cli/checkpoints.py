@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,17 +85,17 @@ def prune(session: CliSession, run_id: str, stage: str | None, keep: int) -> Non
     from mlpipe.store import catalogue
 
     store = session.store_of(run_id)
-    _check_undriven(store, run_id)
     deleted = []
-    keys = sorted({item.key.partition("/checkpoints/")[0] for item in _find(store, run_id, stage)})
-    for latest in (item for key in keys for item in catalogue.list_checkpoints(store, key)[-keep:]):
-        try:
-            catalogue.load_manifest(store, latest.key)
-        except DamagedError as error:
-            hint = f"mlpipe checkpoints discard {run_id} {latest.step}, then prune"
-            raise DamagedError(error.message, where=error.where, hint=hint) from None
-    for key in keys:
-        deleted += catalogue.prune(store, key, keep)
+    with _undriven(store, run_id):
+        keys = sorted({item.key.partition("/checkpoints/")[0] for item in _find(store, run_id, stage)})
+        for latest in (item for key in keys for item in catalogue.list_checkpoints(store, key)[-keep:]):
+            try:
+                catalogue.load_manifest(store, latest.key)
+            except DamagedError as error:
+                hint = f"mlpipe checkpoints discard {run_id} {latest.step}, then prune"
+                raise DamagedError(error.message, where=error.where, hint=hint) from None
+        for key in keys:
+            deleted += catalogue.prune(store, key, keep)
     session.result(
         {"deleted": deleted}, "\n".join(f"deleted {key}" for key in deleted) or "nothing to delete"
     )
@@ -114,12 +116,12 @@ def discard(session: CliSession, run_id: str, step: int, stage: str | None) -> N
     from mlpipe.store import catalogue
 
     store = session.store_of(run_id)
-    _check_undriven(store, run_id)
-    chosen = _chosen(_find(store, run_id, stage), step, run_id)
-    if len({item.key.partition("/checkpoints/")[0] for item in chosen}) > 1:
-        raise click.UsageError(f"several stages have a checkpoint of step {step}: name one with --stage")
-    for item in chosen:
-        catalogue.discard(store, item.key)
+    with _undriven(store, run_id):
+        chosen = _chosen(_find(store, run_id, stage), step, run_id)
+        if len({item.key.partition("/checkpoints/")[0] for item in chosen}) > 1:
+            raise click.UsageError(f"several stages have a checkpoint of step {step}: name one with --stage")
+        for item in chosen:
+            catalogue.discard(store, item.key)
     session.result({"deleted": [item.key for item in chosen]}, "\n".join(f"deleted {c.key}" for c in chosen))
     left = catalogue.latest(store, chosen[0].key.partition("/checkpoints/")[0])
     session.note(f"the latest is now that of step {left.step}" if left else "there is no other checkpoint")
@@ -229,8 +231,12 @@ def _find(store: Store, run_id: str, stage: str | None) -> list[Checkpoint]:
     ]
 
 
-def _check_undriven(store: Store, run_id: str) -> None:
+@contextmanager
+def _undriven(store: Store, run_id: str) -> Iterator[None]:
+    """Nobody drives the run, nor begins to before the end of the block: a resume would go on from what is
+    being deleted."""
     from mlpipe.store import leases, runs
+    from mlpipe.submit.held_lease import HeldLease
 
     if leases.lease_is_live(runs.read_run(store, run_id).driver):
         raise StoreError(
@@ -238,6 +244,8 @@ def _check_undriven(store: Store, run_id: str) -> None:
             hint="it prunes by itself (checkpoint.keep); cancel it first, or wait",
             kind="input",
         )
+    with HeldLease(store, run_id):
+        yield
 
 
 def _chosen(checkpoints: list[Checkpoint], step: int | None, run_id: str) -> list[Checkpoint]:

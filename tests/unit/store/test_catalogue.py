@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe.cli.app import app
 from mlpipe.cli.session import CliSession
-from mlpipe.store import catalogue, runs
+from mlpipe.store import catalogue, leases, runs
 from mlpipe.store import manifest as manifest_module
 from mlpipe.store.blobs import read_blob, write_blob
 from mlpipe.store.checksum import crc32c
@@ -140,6 +140,30 @@ def test_prune_at_the_command_line_keeps_sound_ones_where_the_latest_is_none(tmp
     assert [item.key for item in catalogue.list_checkpoints(store, STAGE)] == [sound, forged]
     catalogue.discard(store, forged)
     assert CliRunner().invoke(app, prune, obj=CliSession()).exception is None
+
+
+@pytest.mark.parametrize("verb", [["prune", "r", "--keep", "1"], ["discard", "r", "1"]])
+def test_nobody_begins_to_drive_a_run_whose_checkpoints_are_being_deleted(tmp_path, monkeypatch, verb):
+    """A resume of that moment went on from one that was gone a moment later."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    store = FolderStore(tmp_path / "store")
+    runs.create_run(store, "r", "version: 1\n", "d", ["train"], "local", {})
+    save(store, 1), save(store, 2)
+    delete, refused = catalogue._delete, []
+
+    def deleting(*args):
+        with pytest.raises(StoreError, match="is driven by") as caught:
+            leases.take_lease(store, "r", "a resume", 60.0)
+        refused.append(caught.value.kind)
+        delete(*args)
+
+    monkeypatch.setattr(catalogue, "_delete", deleting)
+    done = CliRunner().invoke(app, ["checkpoints", *verb, "--store", store.url], obj=CliSession())
+    assert (done.exception, refused) == (None, ["input"])
+    assert [item.step for item in catalogue.list_checkpoints(store, STAGE)] == [2]
+    leases.take_lease(store, "r", "a resume", 60.0)  # and after it somebody does
+    done = CliRunner().invoke(app, ["checkpoints", *verb, "--store", store.url], obj=CliSession())
+    assert "being driven" in str(done.exception)
 
 
 def test_where_nothing_is_committed_nothing_is_pruned_and_a_fence_is_at_the_start(store):

@@ -11,11 +11,13 @@ import pytest
 from mlpipe._core.errors import SpecError, SubmitError
 from mlpipe.plan.training import meaning_of
 from mlpipe.spec.load import load_pipeline_text
-from mlpipe.store import catalogue, outputs, runs
+from mlpipe.store import catalogue, leases, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit import seal
 from mlpipe.submit.changes import Changes, Prepared, apply, prepare
+from mlpipe.submit.driver import DriveOptions, drive
+from mlpipe.submit.executor import StopRequest
 
 pytestmark = pytest.mark.unit
 
@@ -208,6 +210,20 @@ def test_from_step_gives_up_what_comes_after_it(store):
     assert catalogue.latest(store, TRAIN) is None
     with pytest.raises(SubmitError, match="--from-step is of one training stage"):
         asked(store, from_step=30, only="evaluate")
+
+
+def test_a_checkpoint_that_is_pruned_before_the_run_is_ours_is_not_gone_back_to(store, monkeypatch):
+    """The later ones were given up for it, and the training began anew."""
+    take, first = leases.take_lease, catalogue.list_checkpoints(store, TRAIN)[0]
+
+    def pruned(*args: Any, **more: Any) -> runs.RunState:
+        catalogue.discard(store, first.key)
+        return take(*args, **more)
+
+    monkeypatch.setattr(leases, "take_lease", pruned)
+    with pytest.raises(SubmitError, match="no checkpoint of step 30"):
+        drive(store, "r", DriveOptions(changes=Changes(from_step=30)), stop=StopRequest())
+    assert [found.step for found in catalogue.list_checkpoints(store, TRAIN)] == [40]
 
 
 def test_a_training_whose_last_checkpoint_was_discarded_is_done_again_from_the_one_before(store):
