@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from mlpipe._core.errors import ErrorKind, StoreError, SubmitError, TrainError
 from mlpipe.api.stores import store_of
 from mlpipe.api.watch import Lines
-from mlpipe.store import leases, runs, sweeps
+from mlpipe.store import leases, runs
 from mlpipe.store.open import default_url, open_store
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Run:
         from mlpipe.submit.driver import DriveOptions
 
         run, lines = self.state(), Lines(quiet=quiet)
-        if sweeps.is_sweep(run):
+        if run.is_sweep:
             raise SubmitError(
                 f"{self.id} is a sweep", hint=f"go on with mlpipe.Sweep({self.id!r}).resume()", kind="input"
             )

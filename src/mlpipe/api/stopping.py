@@ -6,7 +6,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from mlpipe._core.files import user_name
-from mlpipe.store import runs, sweeps
+from mlpipe.store import runs
 from mlpipe.submit import backends
 from mlpipe.submit.driver import cancel
 from mlpipe.submit.sweeps.cancel import cancel_sweep, cancel_trial, waiting_trial
@@ -36,5 +36,5 @@ def stop_run(
     who = f"cancelled by {user_name()} on {socket.gethostname()}"
     if (trial := waiting_trial(store, run_id)) is not None:
         return cancel_trial(store, *trial, who, timeout_seconds=timeout_seconds)
-    stop = cancel_sweep if sweeps.is_sweep(runs.read_run(store, run_id)) else cancel
+    stop = cancel_sweep if runs.read_run(store, run_id).is_sweep else cancel
     return stop(store, run_id, who, timeout_seconds=timeout_seconds)

@@ -171,7 +171,7 @@ def _transitions(lines: Lines) -> Callable[[RunState], None]:
 
 
 def _check(state: RunState) -> None:
-    if not sweeps.is_sweep(state):
+    if not state.is_sweep:
         raise SubmitError(
             f"{state.run_id} is one run, not a sweep", hint=f"mlpipe.Run({state.run_id!r})", kind="input"
         )

@@ -34,7 +34,6 @@ def command(session: CliSession, run_id: str, timeout: float, ignore_not_found: 
     build is aborted first. A run that was claimed and never begun (its client died) is cleared away.
     """
     from mlpipe.api.stopping import stop_run
-    from mlpipe.store import sweeps
     from mlpipe.store.runs import RunState
 
     store = session.store_if_claimed(run_id, ignore_not_found=ignore_not_found)
@@ -48,7 +47,7 @@ def command(session: CliSession, run_id: str, timeout: float, ignore_not_found: 
     if not isinstance(run, RunState):
         session.result(run.status(), f"{run_id}  cancelled before its build made a run")
         return
-    if sweeps.is_sweep(run):
+    if run.is_sweep:
         from mlpipe.cli.sweep import say
 
         say(session, store, run)

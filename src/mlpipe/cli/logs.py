@@ -70,7 +70,7 @@ def command(
         session.result(document, f"no logs: {trial[1]}")
         return 0
     run = runs.read_run(store, run_id)
-    if sweeps.is_sweep(run):
+    if run.is_sweep:
         first = sweeps.trial_run_id(run_id, next(iter(run.stages)))
         raise click.UsageError(f"a sweep prints nothing, its trials do: mlpipe logs {first}")
     if stage is not None and stage not in run.stages:

@@ -27,12 +27,12 @@ def command(session: CliSession, run_id: str, out: Path | None, ignore_not_found
     from mlpipe.observe.junit import build_junit
     from mlpipe.observe.report import build_markdown, write_report
     from mlpipe.observe.runview import view_run
-    from mlpipe.store import runs, sweeps
+    from mlpipe.store import runs
 
     store = session.store_if_claimed(run_id, ignore_not_found=ignore_not_found)
     if store is None:
         return
-    if store.exists(f"runs/{run_id}/run.json") and sweeps.is_sweep(run := runs.read_run(store, run_id)):
+    if store.exists(f"runs/{run_id}/run.json") and (run := runs.read_run(store, run_id)).is_sweep:
         from mlpipe.observe.sweep_report import write_report as write_sweep
 
         if out is not None and out.suffix != ".html":

@@ -74,7 +74,7 @@ def command(
     machine submitted; 2 if somebody changed it, with the keys that differ.
     """
     from mlpipe.cli import foreground
-    from mlpipe.store import runs, sweeps
+    from mlpipe.store import runs
     from mlpipe.submit import backends
     from mlpipe.submit.changes import Changes
     from mlpipe.submit.driver import DriveOptions
@@ -88,9 +88,9 @@ def command(
             options = DriveOptions(stage, for_followers=stage is not None, digests=seal)
             return foreground.drive_for_backend(session, store, run_id, options)
         run = runs.read_run(store, run_id)
-        if sweeps.is_sweep(run) and run.state in runs.RUN_ENDED and seen not in (None, run.seq):
+        if run.is_sweep and run.state in runs.RUN_ENDED and seen not in (None, run.seq):
             return 0  # it was cancelled before its controller began
-        if sweeps.is_sweep(run):
+        if run.is_sweep:
             return _resume_sweep(session, store, run_id, bool(changes or stage or here), trust_store)
         if not trust_store and (run.state != "done" or changes) and kept(store, run_id) is None:
             session.note(

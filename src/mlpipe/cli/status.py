@@ -37,7 +37,7 @@ def command(session: CliSession, run_id: str) -> None:
         session.result({"run_id": run_id, "state": trial[0], "waits_for": trial[1]}, trial[1])
         return
     run = runs.read_run(store, run_id)
-    if sweeps.is_sweep(run):
+    if run.is_sweep:
         from mlpipe.cli.sweep import say
 
         say(session, store, run)

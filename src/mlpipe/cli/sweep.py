@@ -140,12 +140,12 @@ def drive(
 ) -> int:
     """Until the sweep has ended; the exit code."""
     from mlpipe.cli.foreground import signals
-    from mlpipe.store import runs, sweeps
+    from mlpipe.store import runs
     from mlpipe.submit.executor import StopRequest
     from mlpipe.submit.sweeps.controller import drive_sweep
     from mlpipe.submit.sweeps.promote import promote_best
 
-    if not sweeps.is_sweep(runs.read_run(store, sweep_id)):
+    if not runs.read_run(store, sweep_id).is_sweep:
         raise StoreError(f"{sweep_id} is a run, not a sweep", hint=f"mlpipe resume {sweep_id}", kind="input")
     stop, watcher = StopRequest(), _Watcher(session, store)
     with signals(stop):

@@ -97,9 +97,8 @@ def _until_ended(session: CliSession, store: Store, sweep_id: str, name: str, wa
 
 
 def _check(store: Store, sweep: RunState, name: str) -> None:
-    from mlpipe.store.sweeps import is_sweep
 
-    if not is_sweep(sweep):
+    if not sweep.is_sweep:
         raise StoreError(f"{sweep.run_id} is a run, not a sweep", where=store.url, kind="input")
     if name not in sweep.stages:
         raise StoreError(

@@ -19,7 +19,7 @@ from mlpipe._core.errors import MlpipeError, StoreError
 from mlpipe._core.files import state_folder, write_whole
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
-from mlpipe.store.sweeps import sweep_of_trial
+from mlpipe.store.runs import sweep_of_trial
 
 
 class NoRunError(StoreError):

@@ -103,6 +103,11 @@ class RunState:
         """Whether a stage runs."""
         return any(stage.state == "running" for stage in self.stages.values())
 
+    @property
+    def is_sweep(self) -> bool:
+        """Whether its stages are trials, see `store/sweeps.py`."""
+        return isinstance(self.meta.get("trials"), dict)
+
     def attempt_key(self, stage: str) -> str:
         """Under which the stage's latest attempt has its plan, records and logs."""
         return f"runs/{self.run_id}/stages/{stage}/attempt-{self.stages[stage].attempt}"
@@ -194,6 +199,15 @@ def read_run(store: Store, run_id: str, *, known: bool = False) -> RunState:
     """Raises StoreError (input) when there is no such run; with `known`, which says that there was one, it
     is the store that lost it (infrastructure)."""
     return _read(store, run_id, known=known)[0]
+
+
+def sweep_of_trial(store: Store, run_id: str) -> RunState | None:
+    """The sweep of which a trial has this id, begun or not; None where there is none."""
+    sweep_id, _, name = run_id.rpartition("-")
+    if not sweep_id or not store.exists(_run_key(sweep_id)):
+        return None
+    sweep = read_run(store, sweep_id)
+    return sweep if sweep.is_sweep and name in sweep.stages else None
 
 
 def read_pipeline(store: Store, run_id: str) -> str:
@@ -321,6 +335,9 @@ def _read(store: Store, run_id: str, *, known: bool = False) -> tuple[RunState, 
         if store.exists(_pipeline_key(run_id)):
             message = f"run {run_id} was claimed and not begun: its client died, or is just about to"
             hint = f"submit it again, or free its id: mlpipe cancel {run_id}"
+        elif (sweep := sweep_of_trial(store, run_id)) is not None:
+            message = f"{run_id} is a trial of sweep {sweep.run_id} that has not begun"
+            hint = f"what it waits for: mlpipe status {run_id}"
         raise StoreError(message, where=store.url, hint=hint, kind="input") from None
     try:
         run = from_json(RunState, data)

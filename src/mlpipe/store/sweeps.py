@@ -15,12 +15,7 @@ from typing import Any
 
 from mlpipe.store.base import Store
 from mlpipe.store.leases import undriven_since
-from mlpipe.store.runs import RUN_ENDED, RunState, StageState, StageStatus, read_run
-
-
-def is_sweep(run: RunState) -> bool:
-    """Whether its stages are trials."""
-    return isinstance(run.meta.get("trials"), dict)
+from mlpipe.store.runs import RUN_ENDED, RunState, StageState, StageStatus, sweep_of_trial
 
 
 def trial_name(number: int) -> str:
@@ -31,15 +26,6 @@ def trial_name(number: int) -> str:
 def trial_run_id(sweep_id: str, trial: str) -> str:
     """Of the run that the trial is."""
     return f"{sweep_id}-{trial}"
-
-
-def sweep_of_trial(store: Store, run_id: str) -> RunState | None:
-    """The sweep of which a trial has this id, begun or not; None where there is none."""
-    sweep_id, _, name = run_id.rpartition("-")
-    if not sweep_id or not store.exists(f"runs/{sweep_id}/run.json"):
-        return None
-    sweep = read_run(store, sweep_id)
-    return sweep if is_sweep(sweep) and name in sweep.stages else None
 
 
 def unbegun(store: Store, run_id: str) -> tuple[StageStatus, str] | None:

@@ -23,7 +23,6 @@ from mlpipe.spec.network import written_out
 from mlpipe.store import known, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
-from mlpipe.store.sweeps import is_sweep
 from mlpipe.submit import backends
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.submission import Submission
@@ -113,7 +112,7 @@ def vouched(store: Store, run: RunState, pipeline: Pipeline) -> Seal:
     stored = current.load(run.run_id)
     if stored.digest != pipeline.digest:
         hint = f"choose another --run-id, or change it on the way: mlpipe resume {run.run_id} --set ..."
-        if is_sweep(run):
+        if run.is_sweep:
             hint = f"choose another id, or go on with it as it is: mlpipe sweep --resume {run.run_id}"
         raise SubmitError(
             f"run {run.run_id} exists and was started with another pipeline: {_differing(pipeline, stored)}",

@@ -44,14 +44,14 @@ def test_the_best_has_ended_and_is_first_of_all(mode, best, order):
 
 def test_a_sweep_is_a_run_of_trials_whose_values_are_in_the_order_of_its_file():
     found = sweep(None)
-    assert sweeps.is_sweep(found)
+    assert found.is_sweep
     found.meta["trials"] = {"007": {"a": 1, "b": None, "c": 3}}
     assert list(sweeps.values_of(found, "007").items()) == [("a", 1), ("b", None), ("c", 3)]
     found.meta["over"] = ["c", "d", "a", "b"]
     assert list(sweeps.values_of(found, "007").items()) == [("c", 3), ("a", 1), ("b", None)]
     assert sweeps.values_of(found, "008") == {}
     del found.meta["trials"]
-    assert not sweeps.is_sweep(found)
+    assert not found.is_sweep
     assert sweeps.trial_name(7) == "007"
     assert sweeps.trial_run_id("s", "007") == "s-007"
 

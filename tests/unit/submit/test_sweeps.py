@@ -442,10 +442,10 @@ def test_a_trial_that_waits_says_for_what_and_is_cancelled_alone(
     """By its controller, then, without one, in its place; a resume of the sweep begins neither."""
     monkeypatch.setenv("MLPIPE_STORE", store.url)
 
-    def said(verb: str, run_id: str) -> str:
-        with pytest.raises(SystemExit, match="0"):
+    def said(verb: str, run_id: str, code: int = 0) -> str:
+        with pytest.raises(SystemExit, match=str(code)):
             run_app([verb, run_id])
-        return capsys.readouterr().out.strip()
+        return "".join(capsys.readouterr()).strip()
 
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..3"}, max_parallel=1)
     there = Given(monkeypatch, ["001", "002", "003"]) if with_batch else None
@@ -456,6 +456,8 @@ def test_a_trial_that_waits_says_for_what_and_is_cancelled_alone(
     why = "it is new" if with_batch else "it waits for one of those that run (000)"
     until(lambda: said("status", "s-001") == f"trial 001 of sweep s has not begun: {why}", "the words")
     assert said("logs", "s-001") == f"no logs: trial 001 of sweep s has not begun: {why}"
+    for asked in ("report", "top", "spec"):
+        assert "s-001 is a trial of sweep s that has not begun" in said(asked, "s-001", code=2)
     assert stopping.stop_run(store, "s-002", Quiet(), timeout_seconds=300).state == "cancelled"
     assert states(store) == {"000": "running", "001": "pending", "002": "cancelled", "003": "pending"}
     stop.request("interrupted", "stopped by SIGINT")

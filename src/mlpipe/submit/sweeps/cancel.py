@@ -52,7 +52,7 @@ def cancel_sweep(store: Store, sweep_id: str, why: str, *, timeout_seconds: floa
 
 def waiting_trial(store: Store, run_id: str) -> tuple[str, str] | None:
     """The sweep and the trial, if the id is of one that is to begin and is no run yet."""
-    if store.exists(f"runs/{run_id}/run.json") or (sweep := sweeps.sweep_of_trial(store, run_id)) is None:
+    if store.exists(f"runs/{run_id}/run.json") or (sweep := runs.sweep_of_trial(store, run_id)) is None:
         return None
     name = run_id.removeprefix(f"{sweep.run_id}-")
     return (sweep.run_id, name) if sweep.stages[name].state in ("pending", "running") else None
