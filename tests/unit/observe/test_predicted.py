@@ -219,7 +219,8 @@ def test_points_between_the_measured_ones(tmp_path: Path) -> None:
     ]
     lies += [sound.replace('"predicted_step_seconds": 1.0', '"predicted_step_seconds": 0.0')]
     lies += [re.sub(r'"matmul_points": \[.*?\n {10}\]', f'"matmul_points": {points}', sound, flags=re.DOTALL)
-             for points in ("[]", "[[1.0]]", "[[1e9, 0.5], [1e6, 1.0]]", "[[0.0, 1.0]]")]  # fmt: skip
+             for points in ("[]", "[[1.0]]", "[[1e9, 0.5], [1e6, 1.0]]", "[[0.0, 1.0]]",
+                            "[[1e6, 1e300]]", "[[1e300, 0.5]]", "[[1e6, NaN]]")]  # fmt: skip
     lies += [sound.replace('"1": {', f'"{ranks}": {{', 1) for ranks in ("x", "-1", "9" * 5000)]
     assert sound not in lies
     for bad in (
