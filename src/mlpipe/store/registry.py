@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -158,9 +158,11 @@ def show_model(store: Store, name: str, version: int | str) -> Model:
     return _model(store, name, number, aliases)
 
 
-def find_version(store: Store, name: str, lineage: Mapping[str, Any], *, since: float) -> Model | None:
-    """The newest version whose lineage says all of `lineage`. `since`: Unix seconds, before which none of
-    those was promoted, by any machine's clock. One that is damaged is passed over."""
+def find_version(
+    store: Store, name: str, lineage: Mapping[str, Sequence[str]], *, since: float
+) -> Model | None:
+    """The newest version whose lineage says one of `lineage` for each of its keys. `since`: Unix seconds,
+    before which none of those was promoted, by any machine's clock. One that is damaged is passed over."""
     for version in reversed(_versions(store, name)):
         try:
             model = _model(store, name, version, {})
@@ -168,7 +170,7 @@ def find_version(store: Store, name: str, lineage: Mapping[str, Any], *, since: 
             continue
         if model.time < since - CLOCKS_SECONDS:
             break
-        if lineage.items() <= model.lineage.items():
+        if all(model.lineage.get(key) in values for key, values in lineage.items()):
             return model
     return None
 

@@ -95,13 +95,14 @@ def test_a_version_is_found_by_where_it_came_from(store):
     assert (last.aliases, began <= last.time <= time.time()) == ((), True)
     assert catalogue.load_manifest(store, last.key)["scalars"] == {}  # no training goes on from it
 
-    def found(lineage, since=began):
-        model = registry.find_version(store, "lm", lineage, since=since)
+    def found(*runs, since=began, stage="s"):
+        model = registry.find_version(store, "lm", {"run": runs, "stage": [stage]}, since=since)
         return model and model.version
 
-    assert (found({"run": "a"}), found({"run": "b"}), found({"run": "c"})) == (3, 2, None)
-    assert found({"run": "b"}, since=last.time + 600) == 2  # by another machine's clock
-    assert found({"run": "b"}, since=last.time + 7200) is None
+    assert (found("a"), found("b"), found("c"), found("b", "a"), found("c", "b")) == (3, 2, None, 3, 2)
+    assert found("a", stage="t") is None
+    assert found("b", since=last.time + 600) == 2  # by another machine's clock
+    assert found("b", since=last.time + 7200) is None
 
 
 def test_a_checkpoint_without_a_model_is_not_promoted(store):

@@ -7,6 +7,7 @@ import itertools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from kit.rendered import pipeline_of
 
 from mlpipe.cli.session import CliSession
 from mlpipe.kinds.command.plan import CommandPlan
+from mlpipe.kinds.promote import driver as promotion
 from mlpipe.kinds.promote.plan import PromotePlan
 from mlpipe.plan.plan import Launch, Plan
 from mlpipe.store import leases, outputs, registry, runs, wanted
@@ -435,6 +437,26 @@ def test_the_driver_promotes_by_itself_and_once(tmp_path: Path, died: str) -> No
     assert stage.outcome["version"] == 1
     assert [model.version for model in registry.list_models(store)[0]] == [1]
     assert registry.show_model(store, "lm", "best").step == 7
+
+
+def test_a_late_attempt_looks_through_the_versions_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its number: each look reads the manifest of each version."""
+    store = open_store(str(tmp_path))
+    runs.create_run(store, "r", "", "digest", ["train", "promote"], "kubernetes", {})
+    prefix = saver.save(store, 7)
+    for other in range(3):
+        registry.promote(store, "lm", None, prefix, {"attempt": f"of another {other}"})
+    looks, find = [], registry.find_version
+
+    def counted(*of: Any, **more: Any) -> Any:
+        looks.append(of)
+        return find(*of, **more)
+
+    monkeypatch.setattr(registry, "find_version", counted)
+    assert promotion.run(store, promote_plan(store, 5))["version"] == 4
+    assert len(looks) == 1
 
 
 def test_what_needs_a_skipped_stage_is_skipped():

@@ -42,11 +42,9 @@ def _made(store: Store, plan: Plan, promotion: PromotePlan) -> Model | None:
     """The version that this stage made of the same checkpoint."""
     name, created = promotion.model_name, runs.read_run(store, plan.run_id).created
     checkpoint = _chosen(store, plan.run_id, promotion)[0].key
-    for number in range(plan.attempt, 0, -1):
-        lineage = {"attempt": f"{plan.stage_key}/attempt-{number}", "checkpoint": checkpoint}
-        if (made := registry.find_version(store, name, lineage, since=created)) is not None:
-            return made
-    return None
+    attempts = [f"{plan.stage_key}/attempt-{number}" for number in range(1, plan.attempt + 1)]
+    lineage = {"attempt": attempts, "checkpoint": [checkpoint]}
+    return registry.find_version(store, name, lineage, since=created)
 
 
 def _told(store: Store, plan: Plan, promotion: PromotePlan, version: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def promote_best(store: Store, sweep: RunState, name: str, alias: str | None) ->
         raise SubmitError(f"trial {best} has no checkpoint to promote", where=run.run_id, kind="failed")
     evaluated = [stage for stage, state in run.stages.items() if (state.outcome or {}).get("passed")]
     mark = f"runs/{sweep.run_id}"
-    made = registry.find_version(store, name, {"attempt": mark, "run": run.run_id}, since=sweep.created)
+    made = registry.find_version(store, name, {"attempt": [mark], "run": [run.run_id]}, since=sweep.created)
     if made is None:
         evaluation = evaluated[-1] if evaluated else None
         version, _ = promote(
