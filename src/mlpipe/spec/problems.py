@@ -10,6 +10,12 @@ from mlpipe._core.errors import SpecError
 
 SHOWN = 50
 _LONGEST = 1000  # characters of a message
+_LONGEST_PLACE = 300
+
+
+def shortened(text: str, longest: int) -> str:
+    """Without its middle, where it has more than `longest` characters."""
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
 
 
 class Place(NamedTuple):
@@ -20,7 +26,7 @@ class Place(NamedTuple):
     col: int = 0
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.col}" if self.line else self.file
+        return f"{self.file}:{self.line}:{self.col}" if self.line else shortened(self.file, _LONGEST_PLACE)
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,7 @@ class Problem:
         return Place(self.file, self.line, self.col)
 
     def __str__(self) -> str:
-        message = self.message
-        if len(message) > _LONGEST:  # it quotes what was written
-            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
-        text = f"{self.place}: {message}"
+        text = f"{self.place}: {shortened(self.message, _LONGEST)}"  # it quotes what was written
         text = f"{text}; {self.hint}" if self.hint else text
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 

@@ -20,6 +20,7 @@ from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.training import meaning_of, trainings
 from mlpipe.spec.model import Pipeline
 from mlpipe.spec.network import written_out
+from mlpipe.spec.problems import Place
 from mlpipe.store import catalogue, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.catalogue import Checkpoint
@@ -259,7 +260,7 @@ def _where(pipeline: Pipeline, key: str, overrides: Sequence[str]) -> str:
     for override in reversed(overrides):
         name = _normal(pipeline, override.partition("=")[0].strip())
         if key == name or key.startswith(f"{name}.") or name == f"{key.rpartition('.')[0]}.preset":
-            return f" (--set {override})"
+            return f" ({Place(f'--set {override}')})"
     return ""
 
 

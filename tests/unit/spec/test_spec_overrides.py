@@ -10,7 +10,7 @@ from mlpipe.api.pipeline import load
 from mlpipe.spec import overrides as override_rules
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
 from mlpipe.spec.model import Pipeline
-from mlpipe.spec.problems import SpecErrors
+from mlpipe.spec.problems import Place, SpecErrors
 
 pytestmark = pytest.mark.unit
 QUICKSTART = Path(__file__).parents[3] / "pipelines" / "quickstart.yaml"
@@ -151,6 +151,16 @@ def test_bounds_and_references_to_the_step(good: str, bad: str, says: str) -> No
 
 
 HSDP = ["train.strategy=hsdp", "train.mesh={dp_replicate: 2, dp_shard: fill}"]
+
+
+def test_a_long_value_is_named_without_its_middle() -> None:
+    with pytest.raises(SpecErrors) as refused:
+        load_pipeline(QUICKSTART, overrides=[f"train.steps=[{'1, ' * 5000}7]"])
+    for text in (str(refused.value), str(refused.value.where)):
+        assert re.match(r"--set train\.steps=\[1, 1, [1, ]+ \.\.\. [1, ]+7\]", text)
+        assert len(text) < 600
+    path = "a/" * 300 + "b.yaml"  # what is short is whole, as are names of files in which there is a line
+    assert str(Place(path, 3, 1)) == f"{path}:3:1"
 
 
 def test_a_placeholder_needs_no_quotes() -> None:
