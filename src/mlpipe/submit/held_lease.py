@@ -69,14 +69,15 @@ class HeldLease:
 
     def _await_silence(self) -> None:
         """A lease that is over by our clock may be renewed all the same: one that ended lately is taken once
-        it was watched for as long as a renewal takes. Raises StoreError (input) where it was renewed."""
+        it was watched for as long as a renewal takes. Raises StoreError (input) where it was renewed, or
+        taken by another: somebody is alive."""
         while True:
             lease, before = runs.read_run(self.store, self._run_id).driver, self._watched[0]
             if lease != before:
                 self._watched = lease, time.monotonic()
             if lease is None or not leases.is_over_by_clock(lease) or self._has_ended(lease):
                 return
-            if before is not None and lease.holder == before.holder and lease != before:
+            if before is not None and lease != before:
                 raise StoreError(
                     f"run {self._run_id} is driven by process {lease.pid} on {lease.host}, whose clock "
                     "and this machine's differ",

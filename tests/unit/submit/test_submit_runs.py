@@ -550,3 +550,26 @@ def test_a_run_that_ends_while_it_is_cancelled_stays_as_it_ended(tmp_path, monke
 
     monkeypatch.setattr(backends, "of_run", lambda run: Quick())
     assert driver.cancel(store, "r", "asked to", timeout_seconds=5).state == "done"
+
+
+def test_drivers_that_alternate_are_not_watched_for_ever(tmp_path, monkeypatch):
+    """Each took the lease from the other, by a clock that is 100 s behind."""
+    store = FolderStore(tmp_path)
+    runs.create_run(store, "r", "version: 1\n", "d", ["a"], "local", {})
+
+    def take(number: int) -> None:
+        lease = runs.Lease(f"other-{number % 2}", "elsewhere", 1, time.time() - 100 + number, "another", 1)
+        runs.update_run(store, "r", lambda run: replace(run, driver=lease))
+
+    class Elsewhere(clock.Clock):
+        def sleep(self, seconds):
+            super().sleep(seconds)
+            assert len(self.pauses) < 100, "it waits for ever"
+            if len(self.pauses) % 9 == 0:
+                take(len(self.pauses))
+
+    take(0)
+    monkeypatch.setattr(held_lease, "time", passes := Elsewhere())
+    with pytest.raises(StoreError, match="on elsewhere, whose clock and this machine's differ"):
+        HeldLease(store, "r").__enter__()
+    assert len(passes.pauses) == 9
