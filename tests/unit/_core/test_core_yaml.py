@@ -83,7 +83,8 @@ def test_the_bytes_that_digests_are_of() -> None:
     """A run's digest is the sha256 of this form, and stands in stores since the first version."""
     data: dict[str, Any] = {
         "a": "word/of-two.parts", "b": "two words", "on": "Off", "x y": None, "f": [1e-05, 1e17, 0.5, True],
-        "empty": {}, "none": [], "lists": [[1, "a b"], [[]]], "é\n\"\\\x7f": "\t\u2028\U0001f600",
+        "empty": {}, "none": [], "lists": [[1, "a b"], [[]]], "flow": [[{"k": [1, {}], "b c": "no"}]],
+        "é\n\"\\\x7f": "\t\u2028\U0001f600",
         "things": [{"name": "one", "args": [{}, {"deep": [{"k": "v"}]}]}, "word", [1, {"in": "list"}]],
         "k" * 200: "x " * 90,
     }  # fmt: skip
@@ -96,6 +97,7 @@ def test_the_bytes_that_digests_are_of() -> None:
         "empty: {}",
         "none: []",
         'lists: [[1, "a b"], [[]]]',
+        'flow: [[{k: [1, {}], "b c": "no"}]]',
         r'"\xe9\x0a\"\\\x7f": "\x09\u2028\U0001f600"',
         "things:",
         "  - name: one",

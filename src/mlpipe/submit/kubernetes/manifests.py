@@ -35,22 +35,24 @@ def objects(submission: Submission) -> Files:
 
 def preview(files: Files) -> Preview:
     """The very objects, in the order in which they are sent."""
-    bodies = [body for of_file in files.values() for body in of_file]
-    return Preview(bodies, documents(bodies).rstrip("\n"))
+    return Preview(_bodies(files), documents(_bodies(files)).rstrip("\n"))
+
+
+def _bodies(files: Files) -> list[dict[str, Any]]:
+    return [body for of_file in files.values() for body in of_file]
 
 
 def rendered(submission: Submission, console: Console) -> Rendered:
     """To commit: a file for the driver, and one for each stage that has objects."""
     files, findings = _rendered(submission)
     _tell(findings, submission.spec, console)
-    sent = preview(files)
     about = {"run_id": _run_id(submission), "findings": findings}
     texts = {name: documents(bodies) for name, bodies in files.items()}
-    first, without = next(iter(texts)), _without_objects(submission.pipeline)
-    texts[first] = without + texts[first]
+    first = next(iter(texts))
+    texts[first] = _without_objects(submission.pipeline) + texts[first]
     return Rendered(
         files={name: _HEAD + text for name, text in texts.items()},
-        preview=Preview({**about, "objects": sent.document}, without + sent.text),
+        preview=Preview({**about, "objects": _bodies(files)}, "".join(texts.values()).rstrip("\n")),
         about=about,
         head=_HEAD,
     )
