@@ -14,12 +14,11 @@ from mlpipe.plan.data import DataPlan, SourcePlan
 from mlpipe.plan.model import ModelPlan
 from mlpipe.spec.data import (
     BUCKET,
-    AnySource,
     ChatData,
     MixData,
-    OneSource,
     OwnData,
     OwnSource,
+    Source,
     TokenData,
     TokenSource,
 )
@@ -73,7 +72,7 @@ def meaning(spec: Train, model: ModelPlan, data: DataPlan, revision: str | None 
     return settings
 
 
-def _source(key: str, source: OneSource | AnySource, planned: SourcePlan) -> dict[str, Any]:
+def _source(key: str, source: Source, planned: SourcePlan) -> dict[str, Any]:
     if isinstance(source, TokenData | TokenSource):
         in_bucket = planned.tokens if (planned.tokens or "").startswith(BUCKET) else None
         return {f"{key}.tokens": in_bucket or planned.digest}

@@ -55,12 +55,11 @@ from mlpipe.plan.work import CallbackPlan, CheckpointPlan, Prediction, ProfilePl
 from mlpipe.spec.data import (
     BUCKET,
     DEFAULT_CACHE,
-    AnySource,
     ChatData,
     MixData,
-    OneSource,
     OwnData,
     OwnSource,
+    Source,
     TokenData,
     TokenSource,
 )
@@ -518,7 +517,7 @@ def _chat(spec: Train, data: ChatData, known: Known) -> ChatPlan:
     return ChatPlan(path, validation, tokenizer, template, packing_of(spec), mix)
 
 
-def _source(weight: float, source: AnySource | OneSource, known: Known) -> SourcePlan:
+def _source(weight: float, source: Source, known: Known) -> SourcePlan:
     if isinstance(source, OwnData | OwnSource):
         return SourcePlan(weight, None, Entry(source.entry, fill(source.args, known)), None)
     if not isinstance(source, TokenData | TokenSource):

@@ -59,7 +59,13 @@ class SpecModel(BaseModel):
         return handler(schema if schema["type"] != "function-plain" else _whole(cls))
 
 
-class OnNeed:
+class _OfModule(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        """As of the class that it stands for, which has no instances before its module is imported."""
+        return isinstance(value, getattr(sys.modules.get(cls.__module__), cls.__name__, ()))
+
+
+class OnNeed(metaclass=_OfModule):
     """Stands in annotations for a class of mappings that is not made before the first of them comes; see
     `on_need`."""
 
@@ -77,20 +83,21 @@ class OnNeed:
         return handler(_whole(cls.load()))
 
 
-def on_need(name: str, load: Callable[[], type[SpecModel]]) -> Any:
-    """The type of mappings of the class `name`, which `load` makes, or imports."""
-    return type(name, (OnNeed,), {"name": name, "load": staticmethod(cache(load))})
+def on_need(name: str, load: Callable[[], type[SpecModel]], module: str = "") -> Any:
+    """The type of mappings of the class `name`, which `load` makes, or imports from `module`: then
+    `isinstance` may be asked of it."""
+    return _OfModule(name, (OnNeed,), {"__module__": module, "name": name, "load": staticmethod(cache(load))})
 
 
 class OnNeedOf:
-    """Stands in annotations for a module of this folder, which is imported for the files that have a mapping
-    of one of its classes; see `on_need`."""
+    """Stands for a module of this folder in annotations, and where `isinstance` is asked: it is imported for
+    the files that have a mapping of one of its classes; see `on_need`."""
 
     def __init__(self, module: str) -> None:
-        self._module = module
+        self._module = f"mlpipe.spec.{module}"
 
     def __getattr__(self, name: str) -> Any:
-        made = on_need(name, lambda: getattr(import_module(f"mlpipe.spec.{self._module}"), name))
+        made = on_need(name, lambda: getattr(import_module(self._module), name), self._module)
         setattr(self, name, made)
         return made
 

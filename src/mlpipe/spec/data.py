@@ -1,28 +1,44 @@
-"""The `data` of a training: where its samples come from, and how many make a step."""
+"""The `data` of a training: where its samples come from, and how many make a step. Other mappings than that
+of tokens: `spec/own_data.py`, `spec/chat.py`, `spec/mixture.py`, which import this."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from mlpipe._core.units import format_bytes, parse_bytes
 from mlpipe.spec import fields as f
 from mlpipe.spec import placeholders
-from mlpipe.spec.base import SpecModel, one_of
+from mlpipe.spec.base import OnNeedOf, SpecModel, one_of
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
+
+if TYPE_CHECKING:
+    from mlpipe.spec.chat import ChatData as ChatData
+    from mlpipe.spec.mixture import MixData as MixData
+    from mlpipe.spec.mixture import OwnSource as OwnSource
+    from mlpipe.spec.mixture import ParquetSource, TarsSource
+    from mlpipe.spec.mixture import TokenSource as TokenSource
+    from mlpipe.spec.own_data import OwnData as OwnData
+    from mlpipe.spec.own_data import ParquetData, TarsData
+else:
+    _chat, _mixture, _own = OnNeedOf("chat"), OnNeedOf("mixture"), OnNeedOf("own_data")
+    ChatData, MixData, TokenSource = _chat.ChatData, _mixture.MixData, _mixture.TokenSource
+    OwnSource, ParquetSource, TarsSource = _mixture.OwnSource, _mixture.ParquetSource, _mixture.TarsSource
+    OwnData, ParquetData, TarsData = _own.OwnData, _own.ParquetData, _own.TarsData
 
 BUCKET, DEFAULT_CACHE = "s3://", "20 GiB"
 _KEYS = ("tokens", "parquet", "tars", "chat", "validation", "tokenizer", "template")
 _PATHS = tuple((key,) for key in _KEYS)
 FILES = ("parquet", "tars")  # formats of files that are read as they are
-_TOKENS = (
+TOKENS = (
     "The folder, usually `{{stages.NAME.output}}`, or `s3://bucket/prefix` with what "
     "`mlpipe-corpus --shard` has written."
 )
-_CACHE = "Of what lies in a bucket: disk of each node for copies of its files, 20 GiB by default."
+CACHE = "Of what lies in a bucket: disk of each node for copies of its files, 20 GiB by default."
+WEIGHT = "Its share of the samples, beside those of the others."
 
 
 class TokenData(SpecModel):
@@ -30,8 +46,8 @@ class TokenData(SpecModel):
 
     model_config = ConfigDict(json_schema_extra=one_of("batch_tokens", "batch_size"))
 
-    tokens: f.Text = Field(description=_TOKENS)
-    cache: f.Size | None = Field(None, description=_CACHE)
+    tokens: f.Text = Field(description=TOKENS)
+    cache: f.Size | None = Field(None, description=CACHE)
     batch_tokens: f.Count | None = Field(
         None, description="Tokens in a step, over all workers: a multiple of `seq_len`."
     )
@@ -43,172 +59,7 @@ class TokenData(SpecModel):
     )
 
 
-class _Read(SpecModel):
-    """How samples of one's own are made a batch, and by whom."""
-
-    collate: f.EntryPath | None = Field(
-        None,
-        description="`package.module:function` of yours that makes a batch, a dict of tensors, of a list of "
-        "samples, which then may be anything. Default: they are stacked.",
-    )
-    workers: f.Workers = Field(
-        0,
-        description="Processes of each worker of the training that read samples ahead, beside it. `auto`: "
-        "none at first, and more while the training waits for data.",
-    )
-    batch_size: f.Count = Field(description="Samples in a step, over all workers.")
-    micro_batch: f.CountOrAuto = Field(
-        "auto", description="Samples in one forward pass of one worker; `auto`: the fastest that fits."
-    )
-
-
-class _Own(SpecModel):
-    entry: f.EntryPath = Field(
-        description="`package.module:function`, called with `args` and `split` "
-        "(`train` or `validation`); the result has `len()` and `[i] -> dict of tensors`, or can be iterated "
-        "over."
-    )
-    args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments of the function.")
-
-
-class _Splits(SpecModel):
-    splits: f.FewCount = Field(
-        1,
-        description="Of a set that can only be iterated over: parts into which it is cut, each read by one "
-        "worker of the training; `batch_size` is a multiple of it. 1: each reads all and keeps its share.",
-    )
-
-
-class OwnData(_Read, _Splits, _Own):
-    """A function of yours that returns a data set, map-style or one to iterate over."""
-
-    packing: Literal["off", "best_fit", "balanced"] | None = Field(
-        None,
-        description="Of a map-style set with `length(i)` or `lengths`, whose samples differ in length: as of "
-        "conversations. Left out: all samples are alike.",
-    )
-
-
-class _Weighted(SpecModel):
-    weight: f.Weight = Field(1.0, description="Its share of the samples, beside those of the others.")
-
-
-class TokenSource(_Weighted, SpecModel):
-    """A folder of token files, in a mixture."""
-
-    tokens: f.Text = Field(description=_TOKENS)
-    cache: f.Size | None = Field(None, description=_CACHE)
-
-
-class OwnSource(_Weighted, _Own):
-    """A data set of your own, in a mixture."""
-
-
-class _Files(SpecModel):
-    validation: f.Text | None = Field(
-        None, description="The held-out files, in the same way; without them nothing is validated with."
-    )
-    columns: dict[f.Text, f.Text] | None = Field(
-        None,
-        description="What of a row is in a sample: by the sample's key the column, of tars the extension. "
-        "Default: all, as they are called.",
-    )
-    tokenizer: f.Text | None = Field(
-        None,
-        description="For text: a `tokenizer.json` or its folder, usually `{{stages.NAME.output}}` of "
-        "`mlpipe-corpus`. Text is cut or padded to `seq_len` tokens.",
-    )
-    cache: f.Size | None = Field(None, description=_CACHE)
-
-    @property
-    def format(self) -> Literal["parquet", "tars"]:
-        return "parquet" if "parquet" in type(self).model_fields else "tars"
-
-    @property
-    def path(self) -> str:
-        """As written."""
-        return cast(str, getattr(self, self.format))
-
-
-class _Parquet(_Files):
-    parquet: f.Text = Field(
-        description="A file, a folder, or a pattern like `data/train-*.parquet`; or in a bucket, `s3://...`."
-    )
-
-
-class _Tars(_Files):
-    tars: f.Text = Field(
-        description="A tar of samples, a folder, or a pattern like `data/train-*.tar`; or in a bucket, `s3://...`."
-    )
-
-
-class ParquetData(_Read, _Parquet):
-    """Rows of Parquet files."""
-
-
-class TarsData(_Read, _Tars):
-    """Tars as WebDataset has them: files of one name and several extensions are a sample."""
-
-
-class ChatFile(_Weighted, SpecModel):
-    """A file of conversations, in a mixture."""
-
-    path: f.Text = Field(description="The file, as of `chat`.")
-
-
-def _one_or_several(value: Any) -> str:
-    return "several" if isinstance(value, list | tuple) else "one"
-
-
-class ChatData(SpecModel):
-    """JSON lines of conversations, of which the assistant's part is learnt."""
-
-    chat: Annotated[
-        Annotated[f.Text, Tag("one")]
-        | Annotated[tuple[ChatFile, ...], Field(strict=False, min_length=1), Tag("several")],
-        Discriminator(_one_or_several),
-    ] = Field(
-        description="A file of JSON lines: `messages`, each with `role` and `content`; `prompt` and "
-        "`completion`; or `text`. Or several with a `weight` each, which are mixed."
-    )
-    validation: f.Text | None = Field(
-        None, description="The held-out file, in the same way; without it nothing is validated with."
-    )
-    tokenizer: f.Text | None = Field(
-        None,
-        description="A model's folder as Hugging Face has it, with `tokenizer.json` and its chat template; "
-        "or a `tokenizer.json` alone, as in `{{stages.NAME.output}}` of `mlpipe-corpus`. "
-        "Default: the folder of `model.pretrained`.",
-    )
-    packing: Literal["auto", "off", "best_fit", "balanced"] = Field(
-        "auto",
-        description="`balanced`: several samples in a row, so that workers have equal work; `best_fit`: as "
-        "few rows as it takes; `off`: a sample a row, padded. `auto`: `off` for your own "
-        "models, else `balanced`.",
-    )
-    template: f.Text | None = Field(
-        None, description="Of conversations: a Jinja file, or `chatml`. Default: the tokenizer's folder's."
-    )
-    batch_size: f.Count = Field(description="Samples in a step, over all workers.")
-    micro_batch: f.CountOrAuto = Field(
-        "auto", description="Samples in one forward pass of one worker; `auto`: the fastest that fits."
-    )
-
-    @property
-    def files(self) -> tuple[ChatFile, ...]:
-        """One, or those that are mixed."""
-        return (ChatFile(path=self.chat, weight=1.0),) if isinstance(self.chat, str) else self.chat
-
-
-class ParquetSource(_Weighted, _Parquet):
-    """Rows of Parquet files, in a mixture."""
-
-
-class TarsSource(_Weighted, _Tars):
-    """Tars of samples, in a mixture."""
-
-
-def _by_key(**models: type[SpecModel]) -> Discriminator:
+def by_key(**models: type[SpecModel]) -> Discriminator:
     """Which of the `models` checks a mapping: the first whose key stands there, else the last."""
     last = list(models.values())[-1]
 
@@ -221,26 +72,6 @@ def _by_key(**models: type[SpecModel]) -> Discriminator:
     return Discriminator(choose)
 
 
-AnySource = Annotated[
-    Annotated[TokenSource, Tag("TokenSource")]
-    | Annotated[OwnSource, Tag("OwnSource")]
-    | Annotated[ParquetSource, Tag("ParquetSource")]
-    | Annotated[TarsSource, Tag("TarsSource")],
-    _by_key(entry=OwnSource, parquet=ParquetSource, tars=TarsSource, tokens=TokenSource),
-]
-
-
-class MixData(_Read):
-    """Several sources, of which each gives its share of the samples. All samples are alike in keys and
-    shapes; those of tokens have `inputs` and `targets`."""
-
-    mix: tuple[AnySource, ...] = Field(
-        strict=False,
-        min_length=1,
-        description="The sources: `tokens`, `parquet`, `tars` or an `entry` each, with a `weight`.",
-    )
-
-
 AnyData = Annotated[
     Annotated[TokenData, Tag("TokenData")]
     | Annotated[OwnData, Tag("OwnData")]
@@ -248,17 +79,17 @@ AnyData = Annotated[
     | Annotated[TarsData, Tag("TarsData")]
     | Annotated[ChatData, Tag("ChatData")]
     | Annotated[MixData, Tag("MixData")],
-    _by_key(mix=MixData, entry=OwnData, parquet=ParquetData, tars=TarsData, chat=ChatData, tokens=TokenData),
+    by_key(mix=MixData, entry=OwnData, parquet=ParquetData, tars=TarsData, chat=ChatData, tokens=TokenData),
 ]
-OneSource = TokenData | OwnData | ParquetData | TarsData
-Files = ParquetData | TarsData | ParquetSource | TarsSource
+Files: TypeAlias = ParquetData | TarsData | ParquetSource | TarsSource
+Source: TypeAlias = TokenData | TokenSource | OwnData | OwnSource | Files  # alone, or of a mixture
 
 
-def cache_bytes(data: OneSource | MixData | ChatData) -> int:
+def cache_bytes(data: Source | MixData | ChatData) -> int:
     """On the disk of each node, for copies of what lies in buckets."""
     if isinstance(data, ChatData):
         return 0
-    sources = data.mix if isinstance(data, MixData) else (data,)
+    sources: tuple[Source, ...] = data.mix if isinstance(data, MixData) else (data,)
     return sum(
         parse_bytes(source.cache or DEFAULT_CACHE)
         for source in sources
