@@ -19,7 +19,7 @@ from mlpipe._core.feasibility import too_few_samples
 from mlpipe._core.meshes import across_classes
 from mlpipe._core.pipelines import why_not
 from mlpipe._core.units import format_step_seconds
-from mlpipe.kinds.train.spec import Context, MeshSizes, Train
+from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import (
     enumerate_candidates,
     global_batch,
@@ -42,6 +42,7 @@ from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.shares import bounds
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.work import GroupPlan, TrainPlan
+from mlpipe.spec.layout import Context, MeshSizes
 
 _DIGITS = 5  # of a speed: the rest is noise, which would make plans differ from machine to machine
 _EQUAL_RATIO = 1.02  # of the fastest: the first strategy within it splits least

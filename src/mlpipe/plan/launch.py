@@ -82,7 +82,7 @@ def preflight_plan(resources: Resources | None, hardware: Hardware, precision: s
     asked = resources.preflight if resources is not None else None
     if asked is None or asked == "off":
         return None
-    from mlpipe.spec.model import Preflight
+    from mlpipe.spec.machines import Preflight
 
     limits = Preflight.model_construct() if isinstance(asked, str) else asked
     peak = hardware.peak_flops.get(precision) if hardware.device == "cuda" else None

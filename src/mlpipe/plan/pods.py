@@ -206,7 +206,7 @@ def _disk_bytes(
     return cached + BESIDE_CACHE_BYTES if cached and scratch is None and cache is None else None
 
 
-def _scratch(spec: k.Scratch | c.Scratch | None) -> c.Scratch | None:
+def _scratch(spec: parts.Scratch | c.Scratch | None) -> c.Scratch | None:
     if spec is None or isinstance(spec, c.Scratch):
         return spec
     return c.Scratch(parse_bytes(spec.size), spec.storage_class)
@@ -226,7 +226,7 @@ def _shm_bytes(asked: str | None, memory_bytes: int, shared_bytes: int) -> int:
     return parse_bytes(asked)
 
 
-def _placement(spec: k.Placement | k.Kubernetes, others: k.Kubernetes | c.Placement) -> c.Placement:
+def _placement(spec: parts.Placement | k.Kubernetes, others: k.Kubernetes | c.Placement) -> c.Placement:
     """What `spec` does not say is as of `others`."""
 
     def said(key: str) -> Any:

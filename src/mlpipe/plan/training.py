@@ -67,10 +67,11 @@ from mlpipe.spec.model import Pipeline
 from mlpipe.spec.optimizer import Optimizer, OwnOptimizer, OwnSchedule
 from mlpipe.spec.placeholders import fill, names
 from mlpipe.spec.tracking import settings_of
-from mlpipe.spec.validation import OwnMetric, Validate
+from mlpipe.spec.validation import OwnMetric
 
 if TYPE_CHECKING:
     from mlpipe.plan.shapes.traced import Traced
+    from mlpipe.spec.validate import Validate
 
 Known = Mapping[str, str]  # what placeholders stand for
 

@@ -8,13 +8,12 @@ from pydantic import Discriminator, Field, Tag
 
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
-from mlpipe.spec.data import WEIGHT
 
 
 class ChatFile(SpecModel):
     """A file of conversations, in a mixture."""
 
-    weight: f.Weight = Field(1.0, description=WEIGHT)
+    weight: f.Weight = Field(1.0, description=f.WEIGHT)
     path: f.Text = Field(description="The file, as of `chat`.")
 
 

@@ -1,12 +1,12 @@
 """The `data` of a training: where its samples come from, and how many make a step. Other mappings than that
-of tokens: `spec/own_data.py`, `spec/chat.py`, `spec/mixture.py`, which import this."""
+of tokens: `spec/own_data.py`, `spec/chat.py`, `spec/mixture.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Field, Tag
 
 from mlpipe._core.units import format_bytes, parse_bytes
 from mlpipe.spec import fields as f
@@ -33,12 +33,6 @@ BUCKET, DEFAULT_CACHE = "s3://", "20 GiB"
 _KEYS = ("tokens", "parquet", "tars", "chat", "validation", "tokenizer", "template")
 _PATHS = tuple((key,) for key in _KEYS)
 FILES = ("parquet", "tars")  # formats of files that are read as they are
-TOKENS = (
-    "The folder, usually `{{stages.NAME.output}}`, or `s3://bucket/prefix` with what "
-    "`mlpipe-corpus --shard` has written."
-)
-CACHE = "Of what lies in a bucket: disk of each node for copies of its files, 20 GiB by default."
-WEIGHT = "Its share of the samples, beside those of the others."
 
 
 class TokenData(SpecModel):
@@ -46,8 +40,8 @@ class TokenData(SpecModel):
 
     model_config = ConfigDict(json_schema_extra=one_of("batch_tokens", "batch_size"))
 
-    tokens: f.Text = Field(description=TOKENS)
-    cache: f.Size | None = Field(None, description=CACHE)
+    tokens: f.Text = Field(description=f.TOKENS)
+    cache: f.Size | None = Field(None, description=f.CACHE)
     batch_tokens: f.Count | None = Field(
         None, description="Tokens in a step, over all workers: a multiple of `seq_len`."
     )
@@ -59,19 +53,6 @@ class TokenData(SpecModel):
     )
 
 
-def by_key(**models: type[SpecModel]) -> Discriminator:
-    """Which of the `models` checks a mapping: the first whose key stands there, else the last."""
-    last = list(models.values())[-1]
-
-    def choose(value: Any) -> str:
-        if isinstance(value, SpecModel):
-            return type(value).__name__
-        keys = value if isinstance(value, dict) else {}
-        return next((model for key, model in models.items() if key in keys), last).__name__
-
-    return Discriminator(choose)
-
-
 AnyData = Annotated[
     Annotated[TokenData, Tag("TokenData")]
     | Annotated[OwnData, Tag("OwnData")]
@@ -79,7 +60,7 @@ AnyData = Annotated[
     | Annotated[TarsData, Tag("TarsData")]
     | Annotated[ChatData, Tag("ChatData")]
     | Annotated[MixData, Tag("MixData")],
-    by_key(mix=MixData, entry=OwnData, parquet=ParquetData, tars=TarsData, chat=ChatData, tokens=TokenData),
+    f.by_key(mix=MixData, entry=OwnData, parquet=ParquetData, tars=TarsData, chat=ChatData, tokens=TokenData),
 ]
 Files: TypeAlias = ParquetData | TarsData | ParquetSource | TarsSource
 Source: TypeAlias = TokenData | TokenSource | OwnData | OwnSource | Files  # alone, or of a mixture

@@ -58,6 +58,19 @@ def name_or_settings(
     return Annotated[Union[(name, *tagged)], Discriminator(tag), BeforeValidator(check)]
 
 
+def by_key(**models: type[BaseModel]) -> Discriminator:
+    """Which of the `models` checks a mapping: the first whose key stands there, else the last."""
+    last = list(models.values())[-1]
+
+    def choose(value: Any) -> str:
+        if isinstance(value, BaseModel):
+            return type(value).__name__
+        keys = value if isinstance(value, dict) else {}
+        return next((model for key, model in models.items() if key in keys), last).__name__
+
+    return Discriminator(choose)
+
+
 def _unambiguous(value: Any) -> Any:
     if isinstance(value, Ambiguous):
         raise wrong(value.message, value.hint)
@@ -348,3 +361,12 @@ NotNegative = Annotated[float, Field(ge=0)]
 PositiveRatio = Annotated[float, Field(gt=0, le=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+# What is said of keys that stand in several mappings.
+TOKENS = (
+    "The folder, usually `{{stages.NAME.output}}`, or `s3://bucket/prefix` with what "
+    "`mlpipe-corpus --shard` has written."
+)
+CACHE = "Of what lies in a bucket: disk of each node for copies of its files, 20 GiB by default."
+WEIGHT = "Its share of the samples, beside those of the others."
+PREFER = "Labels of the nodes to take first, such as a spot pool's; others where these have no room."

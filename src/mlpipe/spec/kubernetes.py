@@ -15,22 +15,6 @@ if TYPE_CHECKING:
 else:
     parts = OnNeedOf("kubernetes_parts")
 
-PREFER = "Labels of the nodes to take first, such as a spot pool's; others where these have no room."
-
-
-class Toleration(SpecModel):
-    """A taint that the pods may stand on."""
-
-    key: f.LabelKey | None = Field(None, description="Of the taint. Default: every taint.")
-    operator: Literal["Exists", "Equal"] = Field("Exists", description="`Equal` compares `value`.")
-    value: f.LabelValue | None = Field(None, description="Of the taint, with `Equal`.")
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        None, description="Default: every effect."
-    )
-    toleration_seconds: f.CountOrZero | None = Field(
-        None, description="Of `NoExecute`: how long to stay. Default: for ever."
-    )
-
 
 class Volume(SpecModel):
     """A PersistentVolumeClaim, mounted in every pod of the run."""
@@ -62,32 +46,6 @@ class ClusterStore(SpecModel):
     region: f.LabelValue | None = Field(None, description="Default: that of the S3 client.")
 
 
-class Scratch(SpecModel):
-    """A volume of each pod's own (a generic ephemeral volume), which ends with the pod: for what a stage
-    keeps on the way, and for copies of data."""
-
-    size: f.Size = Field(description="Of the volume, such as `500 GiB`.")
-    storage_class: f.ObjectName | None = Field(
-        None, description="StorageClass, such as one of local NVMe disks. Default: the cluster's."
-    )
-
-
-class Placement(SpecModel):
-    """Where some of the pods stand, and what disk they have. A key that is there says all of it: what is said
-    for all pods does not count besides."""
-
-    node_selector: dict[f.LabelKey, f.LabelValue] | None = Field(
-        None, description="Labels that a node must have."
-    )
-    prefer: dict[f.LabelKey, f.LabelValue] | None = Field(None, description=PREFER)
-    tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] | None = Field(
-        None, description="Besides that of the GPUs."
-    )
-    priority_class: f.ObjectName | None = Field(None, description="PriorityClass of the pods.")
-    runtime_class: f.ObjectName | None = Field(None, description="RuntimeClass of the pods.")
-    scratch: Scratch | None = Field(None, description="Disk of each pod's own, which is not its node's.")
-
-
 class Kubernetes(SpecModel):
     """How a run looks on a cluster; every other backend ignores it."""
 
@@ -114,11 +72,15 @@ class Kubernetes(SpecModel):
         (), strict=False, description="Secrets with the registry's credentials."
     )
     node_selector: dict[f.LabelKey, f.LabelValue] = Field({}, description="Labels that a node must have.")
-    prefer: dict[f.LabelKey, f.LabelValue] | None = Field(None, description=PREFER)
-    tolerations: tuple[Toleration, ...] = Field((), strict=False, description="Besides that of the GPUs.")
+    prefer: dict[f.LabelKey, f.LabelValue] | None = Field(None, description=f.PREFER)
+    tolerations: tuple[parts.Toleration, ...] = Field(
+        (), strict=False, description="Besides that of the GPUs."
+    )
     priority_class: f.ObjectName | None = Field(None, description="PriorityClass of the pods.")
     runtime_class: f.ObjectName | None = Field(None, description="RuntimeClass of the pods.")
-    scratch: Scratch | None = Field(None, description="Disk of each pod's own, which is not its node's.")
+    scratch: parts.Scratch | None = Field(
+        None, description="Disk of each pod's own, which is not its node's."
+    )
     cache: parts.Cache | None = Field(None, description="What of the stages' caches outlives their pods.")
     volumes: tuple[Volume, ...] = Field((), strict=False, description="Claims to mount in every pod.")
     env_from: tuple[parts.EnvFrom, ...] = Field((), strict=False, description="For the workers.")
@@ -165,8 +127,11 @@ class Kubernetes(SpecModel):
     gpu_claims: parts.GpuClaims | None = Field(
         None, description="GPUs by ResourceClaims. Default: by a device plugin's resource."
     )
-    gpu_pods: Placement | None = Field(None, description="Where pods with GPUs stand. Default: where all do.")
+    gpu_pods: parts.Placement | None = Field(
+        None, description="Where pods with GPUs stand. Default: where all do."
+    )
     stages: (
-        Annotated[dict[f.Name, Placement], Field(json_schema_extra={"additionalProperties": False})] | None
+        Annotated[dict[f.Name, parts.Placement], Field(json_schema_extra={"additionalProperties": False})]
+        | None
     ) = Field(None, description="Where the pods of single stages stand; goes before `gpu_pods`.")
     patches: tuple[parts.Patch, ...] = Field((), strict=False, description="Applied last, in this order.")

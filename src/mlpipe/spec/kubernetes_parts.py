@@ -1,4 +1,4 @@
-"""Mappings in the `kubernetes` section that few files have, which import this."""
+"""Mappings in the `kubernetes` section that few files have."""
 
 from __future__ import annotations
 
@@ -136,3 +136,43 @@ class TrainJob(SpecModel):
         "runtimePatches",
         description="Field in which the pods are described: Trainer 2.1 calls it `podTemplateOverrides`.",
     )
+
+
+class Toleration(SpecModel):
+    """A taint that the pods may stand on."""
+
+    key: f.LabelKey | None = Field(None, description="Of the taint. Default: every taint.")
+    operator: Literal["Exists", "Equal"] = Field("Exists", description="`Equal` compares `value`.")
+    value: f.LabelValue | None = Field(None, description="Of the taint, with `Equal`.")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
+        None, description="Default: every effect."
+    )
+    toleration_seconds: f.CountOrZero | None = Field(
+        None, description="Of `NoExecute`: how long to stay. Default: for ever."
+    )
+
+
+class Scratch(SpecModel):
+    """A volume of each pod's own (a generic ephemeral volume), which ends with the pod: for what a stage
+    keeps on the way, and for copies of data."""
+
+    size: f.Size = Field(description="Of the volume, such as `500 GiB`.")
+    storage_class: f.ObjectName | None = Field(
+        None, description="StorageClass, such as one of local NVMe disks. Default: the cluster's."
+    )
+
+
+class Placement(SpecModel):
+    """Where some of the pods stand, and what disk they have. A key that is there says all of it: what is said
+    for all pods does not count besides."""
+
+    node_selector: dict[f.LabelKey, f.LabelValue] | None = Field(
+        None, description="Labels that a node must have."
+    )
+    prefer: dict[f.LabelKey, f.LabelValue] | None = Field(None, description=f.PREFER)
+    tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] | None = Field(
+        None, description="Besides that of the GPUs."
+    )
+    priority_class: f.ObjectName | None = Field(None, description="PriorityClass of the pods.")
+    runtime_class: f.ObjectName | None = Field(None, description="RuntimeClass of the pods.")
+    scratch: Scratch | None = Field(None, description="Disk of each pod's own, which is not its node's.")

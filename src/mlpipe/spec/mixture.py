@@ -8,19 +8,18 @@ from pydantic import Field, Tag
 
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
-from mlpipe.spec.data import CACHE, TOKENS, WEIGHT, by_key
 from mlpipe.spec.own_data import Own, Parquet, Read, Tars
 
 
 class _Weighted(SpecModel):
-    weight: f.Weight = Field(1.0, description=WEIGHT)
+    weight: f.Weight = Field(1.0, description=f.WEIGHT)
 
 
 class TokenSource(_Weighted, SpecModel):
     """A folder of token files, in a mixture."""
 
-    tokens: f.Text = Field(description=TOKENS)
-    cache: f.Size | None = Field(None, description=CACHE)
+    tokens: f.Text = Field(description=f.TOKENS)
+    cache: f.Size | None = Field(None, description=f.CACHE)
 
 
 class OwnSource(_Weighted, Own):
@@ -40,7 +39,7 @@ AnySource = Annotated[
     | Annotated[OwnSource, Tag("OwnSource")]
     | Annotated[ParquetSource, Tag("ParquetSource")]
     | Annotated[TarsSource, Tag("TarsSource")],
-    by_key(entry=OwnSource, parquet=ParquetSource, tars=TarsSource, tokens=TokenSource),
+    f.by_key(entry=OwnSource, parquet=ParquetSource, tars=TarsSource, tokens=TokenSource),
 ]
 
 

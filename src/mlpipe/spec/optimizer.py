@@ -9,52 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
 from pydantic import Discriminator, Field, Tag, create_model
 
 from mlpipe._core import optimizers
 from mlpipe._core.optimizers import OPTIMIZERS, Argument
 from mlpipe.spec import fields as f
-from mlpipe.spec.base import SpecModel, on_need
+from mlpipe.spec.base import OnNeedOf, SpecModel, on_need
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
+
+if TYPE_CHECKING:
+    from mlpipe.spec.optimizer_parts import OwnSchedule as OwnSchedule
+    from mlpipe.spec.optimizer_parts import ParameterGroup
+else:
+    _parts = OnNeedOf("optimizer_parts")
+    OwnSchedule, ParameterGroup = _parts.OwnSchedule, _parts.ParameterGroup
 
 
 def _lr(default: float) -> Any:
     return (f.Positive, Field(default, description="Peak learning rate."))
-
-
-class OwnSchedule(SpecModel):
-    """A schedule of yours."""
-
-    entry: f.EntryPath = Field(
-        description="`package.module:function`, called with the step, from 1, the number of steps, and "
-        "`args`; it returns the factor of `lr`."
-    )
-    args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments of the function.")
-
-
-class ParameterGroup(SpecModel):
-    """Parameters that are updated otherwise, by their names. Each belongs to the first group that it
-    matches."""
-
-    match: f.Text = Field(
-        description="Pattern of names, like `*.bias` or `layers.0.*`, with `*`, `?` and `[...]` of shells."
-    )
-    lr_scale: f.NotNegative = Field(1.0, description="Times the learning rate; 0 leaves them as they are.")
-    weight_decay: f.NotNegative | None = Field(
-        None, description="Instead of the optimizer's, of matrices and vectors. Default: as all others."
-    )
-
-
-class Ema(SpecModel):
-    """An average of the weights (exponential moving average), kept beside them and saved with them."""
-
-    decay: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.999, description="Share of the average that stays with each update of it."
-    )
-    every: f.Count = Field(1, description="Steps between two updates of it.")
 
 
 def _tag_of_schedule(value: Any) -> str:
@@ -196,7 +171,7 @@ def _tag(value: Any) -> str:
 
 
 if TYPE_CHECKING:
-    AnyOptimizer = NamedOptimizer | OwnOptimizer
+    AnyOptimizer: TypeAlias = NamedOptimizer | OwnOptimizer
 else:
     _MODELS = {known.title: on_need(known.title, partial(_named, name)) for name, known in OPTIMIZERS.items()}
     _MODELS[OwnOptimizer.__name__] = OwnOptimizer

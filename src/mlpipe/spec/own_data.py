@@ -9,7 +9,6 @@ from pydantic import Field
 
 from mlpipe.spec import fields as f
 from mlpipe.spec.base import SpecModel
-from mlpipe.spec.data import CACHE
 
 
 class Read(SpecModel):
@@ -72,7 +71,7 @@ class _Files(SpecModel):
         description="For text: a `tokenizer.json` or its folder, usually `{{stages.NAME.output}}` of "
         "`mlpipe-corpus`. Text is cut or padded to `seq_len` tokens.",
     )
-    cache: f.Size | None = Field(None, description=CACHE)
+    cache: f.Size | None = Field(None, description=f.CACHE)
 
     @property
     def format(self) -> Literal["parquet", "tars"]:

@@ -1,40 +1,14 @@
-"""The key `pipeline` of a training, and its rules."""
+"""Rules of the key `pipeline` of a training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
-
-from pydantic import Field
 
 from mlpipe._core import pipelines
 from mlpipe._core.feasibility import Infeasible
-from mlpipe.spec import fields as f
 from mlpipe.spec import mesh as mesh_rules
-from mlpipe.spec.base import SpecModel
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, get, problem_of_key
-
-
-class Pipelining(SpecModel):
-    """How the stages of a pipeline work together, where the mesh has `pp`."""
-
-    schedule: pipelines.Schedule = Field(
-        pipelines.DEFAULT,
-        description="`gpipe` (all forward passes, then all backward passes), `1f1b` (holds fewer "
-        "microbatches), `interleaved` (two stages a worker, half as idle, twice the transfers) or "
-        "`zero_bubble` (weights' gradients are computed when nothing else can be).",
-    )
-    cut: Literal["auto"] | Annotated[tuple[f.Text, ...], Field(strict=False)] = Field(
-        "auto",
-        description="Of a model of your own, the modules with which its stages begin, but for the first: "
-        "names of children, like `[layers.4]`, between which its forward does nothing, or layers of a "
-        "class of `transformers` that brings a plan, like `[model.layers.4]`. `auto`: such that the longest "
-        "stage has as few FLOPs as can be.",
-    )
-    microbatches: f.CountOrAuto = Field(
-        "auto", description="Of a step on each data rank: the same as `accumulation`."
-    )
 
 
 def problems(train: Node, num_workers: int) -> Iterator[Problem]:

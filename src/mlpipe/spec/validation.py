@@ -1,38 +1,24 @@
-"""The keys that say how a model is measured on held-out samples: `validate` of a training, `metrics` of an
-evaluation; and the rules between them."""
+"""How a model is measured on held-out samples: `metrics` of an evaluation or of a training's `validate`, and
+the rules between their keys. `validate` itself: `spec/validate.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from mlpipe._core.gate import BUILT_IN, METRICS, default_name, is_of, parse_gate
-from mlpipe.spec import fields as f
-from mlpipe.spec.base import SpecModel
+from mlpipe.spec.base import OnNeedOf
 from mlpipe.spec.problems import Problem, closest
 from mlpipe.spec.tree import Node, get, items_of, problem_of_key, text_of
 
+if TYPE_CHECKING:
+    from mlpipe.spec.metric import OwnMetric as OwnMetric
+else:
+    OwnMetric = OnNeedOf("metric").OwnMetric
+
 BuiltIn = Literal["loss", "perplexity", "bits_per_byte", "accuracy"]
-
-
-class OwnMetric(SpecModel):
-    """A metric of yours, or of torchmetrics or torcheval."""
-
-    entry: f.EntryPath = Field(
-        description="`package.module:name` of a class or function that makes an object with "
-        "`update(outputs, batch)` and `compute()`."
-    )
-    args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments.")
-    name: f.MetricName | None = Field(
-        None, description="What its value is called. Default: the entry's name, `TopFive` as `top_five`."
-    )
-
-    @property
-    def label(self) -> str:
-        """What its value is called."""
-        return self.name or default_name(self.entry)
 
 
 def _tag(value: Any) -> str:
@@ -43,38 +29,6 @@ Metric = Annotated[
     Annotated[BuiltIn, Tag("BuiltIn")] | Annotated[OwnMetric, Tag("OwnMetric")], Discriminator(_tag)
 ]
 Metrics = Annotated[tuple[Metric, ...], Field(min_length=1, strict=False)]
-
-
-class Best(SpecModel):
-    """Which checkpoint is the best one; it is kept beside the latest."""
-
-    metric: f.MetricName = Field(description="One of `metrics`; `NAME.KEY` of one that gives several values.")
-    mode: Literal["min", "max"] | None = Field(
-        None, description="Whether less or more is better; has to be said of a metric of yours."
-    )
-
-
-class Stop(SpecModel):
-    """When to end before the last step: the metric of `best` does not get better any more."""
-
-    patience: f.FewCount = Field(description="Validations in a row without a better value.")
-    min_delta: f.NotNegative = Field(0.0, description="Better by no more than this does not count.")
-
-
-class Validate(SpecModel):
-    """Validation while training."""
-
-    every: f.Steps = Field(
-        description="Steps between two, like `200 steps`; the last step is validated, too."
-    )
-    max_tokens: f.Count = Field(
-        131_072, description="Held-out tokens to read at most; samples, where they are no text."
-    )
-    metrics: Metrics = Field(("loss",), description="What to measure: names, and `entry` of your own.")
-    best: Best | None = Field(None, description="Keep the best checkpoint beside the latest.")
-    stop: Stop | None = Field(None, description="End early.")
-    sample: str | None = Field(None, description="Start of a text to generate at each validation.")
-    generate_tokens: f.Count = Field(64, description="Length of that text.")
 
 
 def problems(train: Node) -> Iterator[Problem]:

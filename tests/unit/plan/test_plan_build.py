@@ -33,7 +33,8 @@ from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.training import compare
 from mlpipe.plan.updates import EmaPlan, ParameterGroup
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
-from mlpipe.spec.model import Device, Pipeline, Resources
+from mlpipe.spec.machines import Device
+from mlpipe.spec.model import Pipeline, Resources
 from mlpipe.spec.problems import SpecErrors
 
 pytestmark = pytest.mark.unit

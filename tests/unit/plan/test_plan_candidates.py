@@ -40,7 +40,7 @@ from mlpipe.plan.training import compare
 from mlpipe.plan.wire import Wire
 from mlpipe.spec.load import load_pipeline
 from mlpipe.spec.model import Pipeline
-from mlpipe.spec.validation import Validate
+from mlpipe.spec.validate import Validate
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[3]

@@ -14,19 +14,34 @@ from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.pipelines import DEFAULT, stages_per_rank
 from mlpipe._core.presets import PRESETS, MoeConfig
 from mlpipe._core.units import parse_seconds
-from mlpipe.spec import data, feasibility, links, pipelines, starting, tracking, validation
+from mlpipe.spec import data, feasibility, links, starting, tracking, validation
 from mlpipe.spec import fields as f
 from mlpipe.spec import optimizer as optimizers
-from mlpipe.spec.base import SpecModel
-from mlpipe.spec.callbacks import Callback
+from mlpipe.spec.base import OnNeedOf, SpecModel
 from mlpipe.spec.data import AnyData, OwnData, TokenData
-from mlpipe.spec.optimizer import AnyOptimizer, Ema, default_optimizer
+from mlpipe.spec.optimizer import AnyOptimizer, default_optimizer
 from mlpipe.spec.part import SpecPart
 from mlpipe.spec.problems import Problem
 from mlpipe.spec.tree import Node, each_alone, get, problem_of_key, text_of
 
 if TYPE_CHECKING:
+    from mlpipe.spec.callbacks import Callback
+    from mlpipe.spec.layout import Context, MeshSizes, Pipelining
+    from mlpipe.spec.models import OwnModel as OwnModel
+    from mlpipe.spec.models import PretrainedModel as PretrainedModel
+    from mlpipe.spec.optimizer_parts import Ema
+    from mlpipe.spec.profile import Profile
     from mlpipe.spec.smoke import Smoke
+    from mlpipe.spec.validate import Validate
+else:  # imported for the trainings that have them
+    _layout, _models = OnNeedOf("layout"), OnNeedOf("models")
+    Context, MeshSizes, Pipelining = _layout.Context, _layout.MeshSizes, _layout.Pipelining
+    OwnModel, PretrainedModel = _models.OwnModel, _models.PretrainedModel
+    Callback, Ema, Profile = (
+        getattr(OnNeedOf(module), name)
+        for module, name in (("callbacks", "Callback"), ("optimizer_parts", "Ema"), ("profile", "Profile"))
+    )
+    Validate = OnNeedOf("validate").Validate
 
 Preset = Literal[
     "llama-1m", "llama-4m", "llama-8m", "llama-25m", "llama-125m",
@@ -82,90 +97,12 @@ class PresetModel(SpecModel):
     )
 
 
-class PretrainedModel(SpecModel):
-    """Open weights of the architectures `llama`, `mistral`, `qwen2`, `qwen3`, `mixtral` and `qwen3_moe`:
-    config.json says the shape, and the training starts from the weights."""
-
-    pretrained: f.WeightsPath = Field(
-        description="Folder of Hugging Face's layout, a path, `s3://bucket/...` or below "
-        "`{{stages.NAME.output}}`: config.json and "
-        "*.safetensors, with an index where there are several; or a model in the layout of Hugging Face's "
-        "cache, `models--ORG--NAME`."
-    )
-    revision: f.Revision | None = Field(
-        None,
-        description="Commit, branch or tag of the weights, which only that layout tells. Default: the commit "
-        "that the path names, of `models--ORG--NAME` the branch `main`.",
-    )
-    seq_len: f.Count = Field(description="Tokens in a sample.")
-
-
-class OwnModel(SpecModel):
-    """A function of yours that returns a plain `nn.Module`."""
-
-    entry: f.EntryPath = Field(description="`package.module:function`, importable where mlpipe runs.")
-    args: dict[f.Text, f.Json] = Field({}, description="Keyword arguments of the function.")
-    blocks: tuple[f.Text, ...] = Field(
-        (),
-        strict=False,
-        description="Modules to shard, checkpoint and compile, such as `layers`. "
-        "Default: the model's ModuleLists.",
-    )
-    seq_len: f.Count = Field(1, description="Tokens in a sample; 1 if samples are not text.")
-    tensor: dict[f.Text, Literal["column", "row", "sum"]] = Field(
-        {},
-        description="How `mesh: {tp: ...}` splits it, by patterns of names of modules (`*`, `?`, `[ab]`): "
-        "`column` of an nn.Linear its outputs; `row` of one its inputs, as a column left them, or of an "
-        "nn.Embedding the vocabulary; `sum` what is whole between a column and its row. "
-        "Default: the plan that classes of `transformers` bring.",
-    )
-
-
 class Checkpoint(SpecModel):
     """When to save and what to retain."""
 
     every: f.Every = Field("15 min", description="Steps or time between two, like `100 steps`.")
     keep: f.Count = Field(3, description="Checkpoints to retain.")
     asynchronous: bool = Field(True, description="Write while the training goes on.")
-
-
-class Profile(SpecModel):
-    """Steps that torch's profiler traces, unasked."""
-
-    at: f.Count = Field(description="The first of them; not the very first ones, which are slower.")
-    steps: f.HundredAtMost = Field(
-        5, description="How many: a trace of more is larger than any viewer likes."
-    )
-    memory: bool = Field(False, description="Trace memory, too: on a GPU a snapshot of the allocator.")
-
-
-class MeshSizes(SpecModel):
-    """How the workers are laid out. The sizes of all axes but `ep` multiply to nodes x workers per node; one
-    may be `fill`, which takes what the others leave."""
-
-    pp: f.CountOrFill = Field(1, description="Stages of a pipeline, which hold blocks one after the other.")
-    dp_replicate: f.CountOrFill = Field(1, description="Copies of the model, which read different samples.")
-    dp_shard: f.CountOrFill = Field(
-        1, description="Workers that share a copy's weights and read different samples."
-    )
-    cp: f.CountOrFill = Field(1, description="Workers that share each sequence.")
-    tp: f.CountOrFill = Field(1, description="Workers that share each matrix product; neighbours in a node.")
-    ep: f.Count = Field(1, description="Of the neighbours along `dp_shard`, so many hold different experts.")
-
-    def on(self, num_workers: int) -> dict[str, int] | Infeasible:
-        """Sizes of all axes."""
-        return meshes.resolve(self.model_dump(), num_workers)
-
-
-class Context(SpecModel):
-    """How the workers that share each sequence work together, where the mesh has `cp`."""
-
-    exchange: Literal["auto", "all_gather", "ring"] = Field(
-        "auto",
-        description="How keys and values come to all of them. `all_gather`: at once, in each layer. `ring`: "
-        "from worker to worker, of one at a time, beside computing. `auto`: the cheaper by the planner; with "
-        "`deterministic`, `all_gather`.",
-    )
 
 
 def _model_tag(value: Any) -> str:
@@ -226,7 +163,7 @@ class Train(SpecModel):
     mesh: MeshSizes | None = Field(
         None, description="Sizes of the axes that the workers are laid out on. Default: the strategy's."
     )
-    pipeline: pipelines.Pipelining | None = Field(
+    pipeline: Pipelining | None = Field(
         None, description="How the stages work together, where the mesh has `pp`. Default: `schedule: 1f1b`."
     )
     context: Context | None = Field(
@@ -290,7 +227,7 @@ class Train(SpecModel):
     checkpoint: Checkpoint = Field(
         default_factory=lambda: Checkpoint.model_construct(), description="When to save."
     )
-    validate_: validation.Validate | None = Field(
+    validate_: Validate | None = Field(
         None, alias="validate", description="Measure on held-out samples while training."
     )
     profile: Profile | None = Field(
