@@ -3,7 +3,8 @@
 A training goes on from its checkpoints when it has fewer steps than are asked for now; evaluations and
 promotions are done again when they are asked for otherwise; and so is all that needs what is done again. The
 rest stays. What would make a training go on as something else (`plan/meaning.py`) is refused unless it is
-allowed by name; so is what a done stage cannot take up any more, and what changes nothing.
+allowed by name; so are fewer steps than are done, what a done stage cannot take up any more, and what changes
+nothing.
 """
 
 from __future__ import annotations
@@ -86,6 +87,12 @@ def prepare(store: Store, run: RunState, asked: Seal, changes: Changes, only: st
         allowed |= {key: now.get(key) for key in named if key.startswith(f"{name}.")}
         known |= _check_meaning(store, pipeline, checkpoints, now, allowed, overrides)
         at = checkpoints[-1].step if checkpoints else 0
+        if changes.overrides and training.steps < at:
+            raise _refused(
+                f"the training {name!r} has done {at} steps already, {training.steps} are asked for",
+                f"train.steps={at} ends it there, a higher one goes on; --from-step goes back, to one of "
+                f"{', '.join(str(one.step) for one in checkpoints)}, or 0",
+            )
         if name == back:
             if at < training.steps:
                 again.add(name)

@@ -110,12 +110,26 @@ def test_the_rest_stays_and_what_is_done_again_waits(store):
 
 @pytest.mark.parametrize(
     "override",
-    ["train.steps=40", "train.steps=20", "train.strategy=ddp", "train.optimizer.lr=1e-5", "name=other"],
+    ["train.steps=40", "train.strategy=ddp", "train.optimizer.lr=1e-5", "name=other"],
 )
 def test_what_changes_nothing_of_a_done_run_is_refused(store, override):
     with pytest.raises(SubmitError, match="is done, and what is asked for changes nothing") as caught:
         asked(store, override)
     assert caught.value.kind == "input"
+
+
+@pytest.mark.parametrize("state", ["done", "cancelled"])
+def test_fewer_steps_than_are_done_are_refused(store, state):
+    """A training that was stopped ended at once, as done, with another number of steps than was asked for."""
+    runs.reopen(store, "r", (), again={"train"})
+    end(store, state, {**dict.fromkeys(STAGES, "done"), "train": state})
+    with pytest.raises(SubmitError, match="'train' has done 40 steps already, 39 are asked for") as caught:
+        asked(store, "train.steps=39")
+    assert caught.value.kind == "input"
+    assert "train.steps=40 ends it there" in str(caught.value.hint)
+    assert asked(store, "train.steps=39", from_step=30).behind[0].step == 40
+    if state == "cancelled":
+        assert asked(store, "train.steps=40").pipeline.stage("train").train.steps == 40
 
 
 @pytest.mark.parametrize(
