@@ -131,7 +131,8 @@ def run_app(args: list[str] | None = None) -> NoReturn:
         if session.debug:
             import traceback
 
-            traceback.print_exc()
+            with heard_or_not():
+                traceback.print_exc()
         code = _explain(error, session)
     sys.exit(code)
 

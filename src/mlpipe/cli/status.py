@@ -46,7 +46,7 @@ def command(session: CliSession, run_id: str) -> None:
     document["driver_alive"] = leases.lease_is_live(run.driver)
     under_way = run.state not in runs.RUN_ENDED and run.message != runs.WAITS_FOR_STAGES
     if under_way and not document["driver_alive"]:
-        document["waits_for"] = backends.of_run(run).why_undriven(run)
+        document["waits_for"] = backends.of_run(run).why_undriven(store, run)
     for name, stage in document["stages"].items():
         stage["progress"] = progress(store, run, name)
         change = members(store, run.attempt_key(name)) if stage["progress"] is not None else None

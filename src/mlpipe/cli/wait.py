@@ -123,7 +123,7 @@ class _WillBeDriven:
         self._looked = now
         if not request.backend.driver_is_alive(run.run_id, request.only):
             return False
-        reason = request.backend.why_undriven(run)
+        reason = request.backend.why_undriven(request.store, run)
         if reason and reason != self._said:
             self._session.note(reason)
             self._said = reason

@@ -158,9 +158,12 @@ class Backend(ABC):
         """Whether its holder is known to have ended, though the lease has not expired."""
         return False
 
-    def why_undriven(self, run: RunState) -> str:
+    def why_undriven(self, store: Store, run: RunState) -> str:
         """Of a run under way that nobody drives: what has become of its driver, and the remedy."""
-        return f"nobody drives it; go on with mlpipe resume {run.run_id}"
+        from mlpipe.submit.detach import last_words
+
+        words = last_words(store, run).partition("\n")[0]
+        return f"nobody drives it{words and f' ({words})'}; go on with mlpipe resume {run.run_id}"
 
     @classmethod
     def give_up_driver(cls, run_id: str, only: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
 
 _START_SECONDS = 60.0
+_TAIL_BYTES = 8192
+_CLOCKS_SECONDS = 60.0  # by which that of a file server may be behind
 _OF_A_STAGE = (environment.DRIVER, environment.RUN_ID, environment.STAGE, environment.OUTPUT)
 _OF_A_TERMINAL = (environment.DEBUG_RANK,)
 _OF_A_STEP = ("JENKINS_SERVER_COOKIE",)  # Jenkins ends what carries it with the step, which only follows
@@ -45,6 +48,26 @@ def driver_log(store: Store, run_id: str) -> Path:
     """In the run's folder; for a store that is no folder, in this machine's cache."""
     folder = store.local_path(f"runs/{run_id}")
     return (folder or outputs.cache_folder() / "drivers" / run_id) / "driver.log"
+
+
+def last_words(store: Store, run: RunState) -> str:
+    """Of its driver that has ended: the error that its log ends with, or that nothing could be written there;
+    "" of other ends, and where it wrote none."""
+    log = driver_log(store, run.run_id)
+    try:
+        with log.open("rb") as file:
+            about = os.fstat(file.fileno())
+            if about.st_mtime < run.updated - _CLOCKS_SECONDS:  # of one before
+                return ""
+            file.seek(max(0, about.st_size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        is_full = shutil.disk_usage(log).free < _TAIL_BYTES
+    except OSError:
+        return ""
+    _, error, words = text.rpartition("error: ")
+    if error and all(line.startswith(" ") for line in words.splitlines()[1:]):  # with its hint
+        return words.strip()
+    return f"no space is left on the disk of {store.url}" if is_full else ""
 
 
 def _open_log(path: Path) -> int:
@@ -87,7 +110,7 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
             has_ended = run.state == "done" or (run.state in runs.RUN_ENDED and run.seq != seen)
             if code == 0 or has_ended or leases.lease_is_live(run.driver):
                 return  # nothing was left to do, it ended within a blink, or another driver does it
-            words = log.read_text(errors="replace").rpartition("error: ")[2].strip()
+            words = last_words(store, run) or log.read_text(errors="replace").strip()
             kind = next((kind for kind, known in EXIT_CODES.items() if known == code), None)
             raise SubmitError(f"the driver ended at once: {words}", where=str(log), kind=kind)
         if time.monotonic() > deadline:

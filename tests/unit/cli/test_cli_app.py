@@ -150,6 +150,13 @@ def test_a_note_that_nobody_can_hear_ends_nothing(monkeypatch: pytest.MonkeyPatc
         monkeypatch.undo()
 
 
+def test_a_traceback_that_nobody_can_hear_changes_no_exit_code(cli: Cli):
+    """As of a driver whose log is on a full disk: it was a bug."""
+    argv = [sys.executable, "-m", "mlpipe.cli", "status", "r", "--debug", "--store", str(cli.store)]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(argv, stderr=full, timeout=300, check=False).returncode == 2
+
+
 def test_streams_that_are_closed_are_nowhere(cli: Cli):
     argv = [sys.executable, "-m", "mlpipe.cli", "list", "--store", str(cli.store)]
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *argv]

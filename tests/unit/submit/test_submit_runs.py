@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -482,6 +484,38 @@ def test_who_submits_a_run_second_at_once_leaves_it_to_the_first(tmp_path, monke
     with pytest.raises(SubmitError, match="cannot be written"):
         detach.detach(store, "r")
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "free", "words"),
+    [
+        ("", 0, " (no space is left on the disk of {store})"),
+        ("Traceback (most recent call l", 0, " (no space is left on the disk of {store})"),
+        (
+            "error: one\nsteps\nerror: run.json: no space left\n  hint: free some\n",
+            0,
+            " (run.json: no space left)",
+        ),
+        ("error: one\nsteps\n", 10**9, ""),  # it was killed
+    ],
+)
+def test_why_a_driver_has_ended_is_said(tmp_path, monkeypatch, said, free, words):
+    """Of a full disk `submit` said that there is a bug, or nothing, and `status` that nobody drives it."""
+    store = FolderStore(tmp_path / "store")
+    runs.create_run(store, "r", "version: 1\n", "d", ["a"], "local", {"folder": str(tmp_path)})
+    script = ["sh", "-c", f"printf '{said}'; exit 4"]
+    monkeypatch.setattr(detach, "driver_argv", lambda *_, seen: script)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    words = words.format(store=store.url)
+    with pytest.raises(SubmitError, match="the driver ended at once: ") as caught:
+        detach.detach(store, "r")
+    assert caught.value.kind == "infrastructure"
+    assert words[2:-1] in caught.value.message
+    run = runs.read_run(store, "r")
+    why = backends.of_run(run).why_undriven
+    assert why(store, run) == f"nobody drives it{words}; go on with mlpipe resume r"
+    late = replace(run, updated=time.time() + 100)  # driven by another since, in a terminal
+    assert why(store, late) == "nobody drives it; go on with mlpipe resume r"
 
 
 @pytest.mark.parametrize("late", [100, -20, 7200, 3590])

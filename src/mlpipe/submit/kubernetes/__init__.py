@@ -131,7 +131,7 @@ class KubernetesBackend(Backend):
         except SubmitError:
             return False
 
-    def why_undriven(self, run: RunState) -> str:
+    def why_undriven(self, store: Store, run: RunState) -> str:
         from mlpipe.submit.kubernetes.driver_job import why_undriven
 
         try:
