@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 from mlpipe._core.errors import MlpipeError, StoreError
 
 _LOOK_SECONDS = 0.005
+PIPE_SECONDS = 60.0  # for what comes out of a pipe, all of it
 
 
 def check_name(path: str) -> str:
@@ -61,6 +64,32 @@ def state_folder() -> Path:
     relative one does not count (XDG)."""
     base = os.environ.get("XDG_STATE_HOME", "")
     return (Path(base) if os.path.isabs(base) else home_folder() / ".local/state") / "mlpipe"
+
+
+def read_file(path: str | Path, most_bytes: int) -> bytes:
+    """The first `most_bytes` of a file, or of a pipe, as `<(...)` of a shell is. Raises OSError, also for a
+    device, and for a pipe whose writer does not come, or to an end."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISREG(mode):
+            return file.read(most_bytes)
+        if not stat.S_ISFIFO(mode):
+            raise OSError(errno.EINVAL, "it is a device, not a file", str(path))
+        import select  # of few files
+
+        deadline, pieces = time.monotonic() + PIPE_SECONDS, bytearray()
+        while len(pieces) < most_bytes:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([file], [], [], left)[0]:
+                words = f"nobody has written all of it into this pipe within {PIPE_SECONDS:.0f} s"
+                raise OSError(errno.ETIMEDOUT, words, str(path))
+            piece = file.read(most_bytes - len(pieces))
+            if piece is None:
+                continue
+            if not piece:
+                break
+            pieces += piece
+        return bytes(pieces)
 
 
 def write_whole(path: Path, text: str) -> None:

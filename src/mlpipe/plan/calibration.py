@@ -14,12 +14,13 @@ from pathlib import Path
 from statistics import median
 
 from mlpipe._core.errors import PlanError
-from mlpipe._core.files import write_whole
+from mlpipe._core.files import read_file, write_whole
 from mlpipe._core.load import Load
 from mlpipe._core.serial import from_json, leaves, to_json, to_plain
 from mlpipe.plan.speed import Measured, Speed
 
 SCHEMA_VERSION = 1
+_MAX_BYTES = 2**24
 _LEAST, _MOST = 1e-15, 1e21  # of any figure; beyond them nothing was measured, and arithmetic may not end
 _MAY_BE_NONE = frozenset(
     (
@@ -102,7 +103,7 @@ def load(path: str | Path) -> Calibration:
     """Raises PlanError."""
     hint = "write it with `mlpipe calibrate --out FILE`"
     try:
-        calibration = from_json(Calibration, Path(path).read_bytes())
+        calibration = from_json(Calibration, read_file(path, _MAX_BYTES))
         _check(calibration)
     except (OSError, ValueError) as error:
         raise PlanError(f"not a calibration: {error}", where=str(path), hint=hint) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -66,8 +67,12 @@ def read_networks(path: Path) -> dict[str, NetworkProfile]:
 
 def _read(path: str | Path, hint: str) -> bytes:
     try:
-        with Path(path).open("rb") as stream:
-            return stream.read(MAX_BYTES + 1)
+        if os.path.isfile(path):
+            with open(path, "rb") as stream:
+                return stream.read(MAX_BYTES + 1)
+        from mlpipe._core.files import read_file  # of few: a pipe, a device, what is not there
+
+        return read_file(path, MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise SpecErrors([Problem.at(Place(str(path)), f"cannot be read: {reason}", hint)]) from None

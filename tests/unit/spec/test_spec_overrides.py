@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlpipe._core import files
+from mlpipe._core.errors import PlanError
 from mlpipe.api.pipeline import load
+from mlpipe.plan import calibration
 from mlpipe.spec import overrides as override_rules
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
 from mlpipe.spec.model import Pipeline
@@ -161,6 +166,32 @@ def test_a_long_value_is_named_without_its_middle() -> None:
         assert len(text) < 600
     path = "a/" * 300 + "b.yaml"  # what is short is whole, as are names of files in which there is a line
     assert str(Place(path, 3, 1)) == f"{path}:3:1"
+
+
+def test_a_pipe_is_read_to_its_end_or_for_a_minute_and_a_device_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waited for a writer waited for ever."""
+    pipe, text = tmp_path / "p.yaml", QUICKSTART.read_bytes()
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(text,))
+    writer.start()
+    assert load_pipeline(pipe) == load_pipeline(QUICKSTART)
+    writer.join()
+    monkeypatch.setattr(files, "PIPE_SECONDS", 0.2)
+    with pytest.raises(SpecErrors, match="cannot be read: nobody has written all of it into this pipe"):
+        load_pipeline(pipe)
+    with open(os.open(pipe, os.O_RDWR), "wb", buffering=0) as half:
+        half.write(text[:100])
+        with pytest.raises(SpecErrors, match="cannot be read: nobody has written all of it into this pipe"):
+            load_pipeline(pipe)
+        with pytest.raises(PlanError, match="nobody has written all of it into this pipe"):
+            calibration.load(pipe)
+    for device in ("/dev/zero", "/dev/null"):
+        with pytest.raises(SpecErrors, match=f"{device}: cannot be read: it is a device, not a file"):
+            load_pipeline(device)
+    with pytest.raises(SpecErrors, match="cannot be read: Is a directory"):
+        load_pipeline(tmp_path)
 
 
 def test_a_placeholder_needs_no_quotes() -> None:
