@@ -42,6 +42,19 @@ def home_folder() -> Path:
     return Path(home if os.path.isabs(home) else "/")
 
 
+def expand_user(path: str) -> Path:
+    """With the home folder for a leading `~` or `~user`. Raises StoreError (input) where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise StoreError(
+            f"{Path(path).parts[0]!r} is nobody's home folder here",
+            where=path,
+            hint="write the whole path; a folder of that name here is ./~...",
+            kind="input",
+        ) from None
+
+
 def user_name() -> str:
     """For a user who has none, the number."""
     import getpass  # of few verbs

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
+from mlpipe._core.files import expand_user
 from mlpipe.store.base import Store
 
 DEFAULT_STORE = "./runs"
@@ -62,4 +63,4 @@ def _path_of(url: str) -> Path:
             hint=_KINDS,
             kind="input",
         )
-    return Path(url).expanduser()
+    return expand_user(url)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlpipe._core.errors import MlpipeError, PlanError, SubmitError
+from mlpipe._core.files import expand_user
 from mlpipe._core.serial import from_plain, to_plain
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.model import FoundWeights, InitPlan
@@ -130,7 +131,7 @@ def find(store: Store, run_id: str, init: InitPlan, folder: str) -> FoundWeights
 
 
 def _from(folder: str, place: str) -> str:
-    return place if "://" in place else str(Path(folder, Path(place).expanduser()))
+    return place if "://" in place else str(Path(folder, expand_user(place)))
 
 
 def _files(path: str, folder: str, *, is_made: bool) -> FoundWeights:

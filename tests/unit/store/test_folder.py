@@ -271,5 +271,14 @@ def test_urls_that_are_no_store_are_bad_input(url):
     assert caught.value.kind == "input"
 
 
-def test_a_folder_is_opened_by_path_or_by_url(tmp_path):
+def test_a_home_folder_that_nobody_has_is_bad_input():
+    """It was a bug of mlpipe's."""
+    with pytest.raises(StoreError, match="'~nobody-here' is nobody's home folder") as caught:
+        open_store("~nobody-here/runs")
+    assert caught.value.kind == "input"
+
+
+def test_a_folder_is_opened_by_path_or_by_url(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/runs").url == str(tmp_path / "runs")
     assert open_store(f"file://{tmp_path}").url == open_store(str(tmp_path)).url == str(tmp_path)

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.files import expand_user
 from mlpipe._core.presets import LlamaConfig, MoeConfig
 
 FILE = "config.json"
@@ -138,7 +139,7 @@ def _file(folder: str) -> str:
 
 
 def _local(folder: str) -> Path:
-    return Path(folder.removeprefix("file://")).expanduser()
+    return expand_user(folder.removeprefix("file://"))
 
 
 def _bytes(folder: str, name: str, hint: str) -> tuple[bytes, str]:
