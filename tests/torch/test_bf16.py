@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ from mlpipe.train.parallel import fully_shard, tensor
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 from mlpipe.train.parallel.exact_products import part_of_outputs, part_of_sum
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
+from mlpipe.train.schedules.deferred_weights import DeferredWeights
 
 pytestmark = pytest.mark.torch
 
@@ -125,7 +128,15 @@ def test_parts_of_products_are_added_before_they_are_rounded() -> None:
     other numbers in one place of five."""
     draw = torch.Generator().manual_seed(1)
     x, weight, gradient = (torch.randn(64, 64, generator=draw).bfloat16() for _ in range(3))
-    parts = [part_of_sum(own, rows) for own, rows in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)]
+
+    def linear(part: torch.Tensor) -> Any:
+        made = torch.nn.Linear(*reversed(part.shape), bias=False)
+        made.weight = torch.nn.Parameter(part)
+        return made
+
+    parts = [
+        part_of_sum(own, linear(rows)) for own, rows in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)
+    ]
     assert odd((parts[0] + parts[1]).bfloat16(), x @ weight.T) < 0.01
     assert odd(parts[0].bfloat16() + parts[1].bfloat16(), x @ weight.T) > 0.2
 
@@ -137,7 +148,7 @@ def test_parts_of_products_are_added_before_they_are_rounded() -> None:
 
     own = x.clone().requires_grad_()
     for rows, grad in zip(weight.chunk(2), gradient.chunk(2, 1), strict=True):
-        y = part_of_outputs(own, x, rows, None, kept)
+        y = part_of_outputs(own, x, linear(rows), kept)
         assert torch.equal(y, x @ rows.T)
         y.backward(grad)
     assert odd((added[0] + added[1]).bfloat16(), gradient @ weight) < 0.01
@@ -148,27 +159,57 @@ def odd(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found != expected).float().mean())
 
 
-def test_a_block_that_is_computed_again_leaves_nothing_behind() -> None:
-    """Recomputation ends a block's forward half-way, when all that the backward pass reads is there."""
+@contextmanager
+def exactly_split(**sizes: Any) -> Iterator[BuiltModel]:
+    """A Llama in bf16 that one rank shares with itself, which adds exactly."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         plan: Any = SimpleNamespace(
             exact_sums=True, model=SimpleNamespace(seq_len=8, build=SimpleNamespace(entry="test"))
         )
         world: Any = SimpleNamespace(mesh=Mesh(), place=lambda axis: (0, 1), group=lambda axis: None)
-        model = llama.build_model(**dataclasses.asdict(plans.CONFIG))
+        model = llama.build_model(**dataclasses.asdict(plans.CONFIG) | sizes)
         initialize(model, 1)
         module = LossModule(model, "cpu", "bf16")
         built = BuiltModel(module, model, list(model.layers), on_meta=False, construct=llama.build_model)
         tensor.apply(ParallelizedModel(built, module), world, plan)
-        checkpoint_activations(built.blocks, "full")
-        tokens = torch.zeros(1, 8, dtype=torch.int64)
-        module({"inputs": tokens, "targets": tokens})[0].backward()
+        yield built
     finally:
         dist.destroy_process_group()
+
+
+def backward(built: BuiltModel) -> None:
+    tokens = torch.arange(8)[None]
+    built.module({"inputs": tokens, "targets": tokens})[0].backward()
+
+
+def test_a_block_that_is_computed_again_leaves_nothing_behind() -> None:
+    """Recomputation ends a block's forward half-way, when all that the backward pass reads is there."""
+    with exactly_split() as built:
+        checkpoint_activations(built.blocks, "full")
+        backward(built)
     kept = [one for one in gc.get_objects() if isinstance(one, tensor._Tokens)]
     assert len(kept) >= 2 * len(built.blocks)
     assert not [one for one in kept if one.own is not None or one.low is not None]
+
+
+def test_gradients_of_layers_that_add_exactly_are_put_off_and_the_same() -> None:
+    """Of all linear layers, with the head, that have no bias, to the bit."""
+    with exactly_split(tied=False, o_bias=True) as built:
+        linear = {name: one for name, one in built.model.named_modules() if isinstance(one, torch.nn.Linear)}
+        backward(built)
+        at_once = {name: one.weight.grad for name, one in linear.items()}
+        built.model.zero_grad()
+        deferred = DeferredWeights(built.module)
+        with deferred.collecting(0, 0):
+            backward(built)
+        assert {name for name, one in linear.items() if one.weight.grad is not None} == {
+            name for name in linear if name.endswith("o_proj")
+        }
+        deferred.compute(0, 0)
+    assert "lm_head" in linear
+    for name, one in linear.items():
+        assert torch.equal(one.weight.grad, at_once[name]), name
 
 
 def test_what_computes_in_fp32_keeps_its_weights_where_blocks_travel_in_bf16() -> None:

@@ -301,6 +301,12 @@ def fours(folder):
         "heads": plan(folder, Mesh(pp=2, tp=2), "heads", model=HEADS, pipeline=cut),
         "transformers": plan(folder, Mesh(pp=2, tp=2), "transformers", model=LLAMA, pipeline=by_flops),
         "moving": moving(folder, 1),
+        **{
+            f"exact {schedule}": plan(
+                folder, Mesh(pp=2, tp=2), f"exact-{schedule}", schedule, precision="bf16"
+            )
+            for schedule in ("1f1b", "zero_bubble")
+        },
     }
     plans.run_together(list(made.values()), folder / "fours")
     return made
@@ -324,6 +330,16 @@ def test_stages_that_share_products_or_sequences(folder, single, fours):
     same(folder, fours["tp untied"], single["untied"])
     same(folder, fours["cp"], single["tied"])
     same(folder, fours["ring"], single["tied"])
+
+
+@pytest.mark.combines("pp", "tp", "precision bf16", "pipeline zero_bubble", "deterministic")
+def test_what_is_put_off_of_exact_sums_is_the_same_to_the_bit(folder, fours):
+    """Gradients of weights are added in the order of microbatches in either schedule."""
+    put_off, at_once = (
+        held(folder / "store", fours[f"exact {schedule}"]) for schedule in ("zero_bubble", "1f1b")
+    )
+    assert put_off.keys() == at_once.keys()
+    assert all(torch.equal(tensor, at_once[name]) for name, tensor in put_off.items())
 
 
 @pytest.mark.combines("pp", "tp", "your own model")

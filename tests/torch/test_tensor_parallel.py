@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from kit import plans
 from kit.init_worker import INITS, Own
 from kit.tensor_worker import Twice
 from kit.weights import held
+from torch import nn
 
 from mlpipe.plan.axes.tp import num_collectives
+from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.validation import MetricPlan, ValidatePlan
 from mlpipe.train.init import initialize
+from mlpipe.train.parallel.rank_group import RankGroup
+from mlpipe.train.parallel.tensor_by_pattern import split
+from mlpipe.train.schedules.deferred_weights import DeferredWeights
 from mlpipe.train.slices import Slice, keep_slice
 
 pytestmark = pytest.mark.torch
@@ -183,6 +190,24 @@ def test_what_travels_is_the_residual_stream(passes: Any, checkpointing: str) ->
 )
 def test_patterns_that_do_not_split_the_model_are_refused(passes: Any, mistake: str, words: str) -> None:
     assert passes["refused"][mistake].startswith(words)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_gradients_of_columns_and_rows_are_put_off(exact: bool) -> None:
+    """By patterns, in fp32 and where bf16 adds exactly."""
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    ranks = RankGroup(0, 1, None, lambda collective: collective, exact=exact)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        split(module, ModelPlan(Entry("test", {}), None, 8, (), {"0": "column", "1": "row"}), ranks)
+        deferred = DeferredWeights(module)
+        with torch.autocast("cpu", torch.bfloat16, enabled=exact), deferred.collecting(0, 0):
+            module(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert [one.grad for one in module.parameters()] == [None, None]
+    deferred.compute(0, 0)
+    assert all(one.grad is not None for one in module.parameters())
 
 
 def test_a_parameter_that_init_weights_comes_back_to(passes: Any) -> None:

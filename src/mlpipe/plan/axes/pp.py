@@ -84,8 +84,6 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     travels in fp32, of `tp` each rank's share. A pass of a stage that several ranks share has their
     collectives in it, as many forward as backward."""
     num_ranks, schedule = layout.mesh.pp, layout.schedule
-    if schedule == "zero_bubble" and passes.exact_sums and layout.mesh.tp > 1:
-        schedule = "1f1b"  # nothing is put off of layers that are split so
     forward, backward = bubble_passes(schedule, num_ranks)
     shared: float = sum(
         by_name(axis).exposed_seconds(passes, wire, layout) / passes.accumulation / 2

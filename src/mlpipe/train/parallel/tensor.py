@@ -121,7 +121,8 @@ def _forward(
     missing = -num_tokens % at_head.ranks.num_ranks
     if missing and (part is None or part.is_first):
         inputs = F.pad(inputs, (0, missing))
-    head = at_head.product if at_head.ranks.exact else None
+    of_head = llama.lm_head or llama.embed_tokens
+    head = (lambda x, _: at_head.product(x, of_head)) if at_head.ranks.exact else None
     output = Llama.forward(llama, inputs, part, num_tokens + missing, head=head)
     at_head.forget()
     if part is not None and not part.is_last:
@@ -138,7 +139,7 @@ def _row(projection: nn.Linear, ranks: RankGroup, x: Tensor) -> Tensor:
     """A part of the sum: each rank adds as much of the bias as makes one of it in all."""
     bias = projection.bias
     if ranks.exact:
-        y = part_of_sum(x, projection.weight)
+        y = part_of_sum(x, projection)
         y = y if bias is None else y + bias.to(low_dtype(x)).float() / ranks.num_ranks
     else:
         y = F.linear(x, projection.weight, None if bias is None else bias / ranks.num_ranks)
@@ -146,7 +147,7 @@ def _row(projection: nn.Linear, ranks: RankGroup, x: Tensor) -> Tensor:
 
 
 def _column(projection: nn.Linear, tokens: _Tokens, x: Tensor) -> Tensor:
-    y = tokens.product(x, projection.weight, projection.bias)
+    y = tokens.product(x, projection)
     return y + added(projection, x) if A in projection._parameters else y
 
 
@@ -174,13 +175,12 @@ class _Tokens:
             self.own, self.low = own, x_ND.detach().to(own.dtype)
         return x_ND
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, linear: nn.Module) -> Tensor:
         """Of these tokens, `x`, with this rank's rows of a matrix. One rank rounds the gradient that each
         product gives of them: so each is added up by itself."""
         assert self.own is not None
         assert self.low is not None
-        low = self.low.view(x.shape)
-        return part_of_outputs(self.own, low, weight, bias, self.ranks.reduce_scatter)
+        return part_of_outputs(self.own, self.low.view(x.shape), linear, self.ranks.reduce_scatter)
 
     def scatter(self, module: nn.Module, args: Any, y: Tensor) -> Tensor:
         """This rank's tokens of the sum of what the ranks' parts give."""

@@ -110,7 +110,10 @@ def _split(
     if isinstance(module, nn.Embedding):
         module.forward = functools.partial(_embed, module, ranks)  # type: ignore[method-assign]
     elif isinstance(module, nn.Linear) and kind == "row":
-        module.forward = functools.partial(_add_up, module, ranks)  # type: ignore[method-assign]
+        if ranks.exact or module.bias is not None:
+            module.forward = functools.partial(_add_up, module, ranks)  # type: ignore[method-assign]
+        else:
+            module.register_forward_hook(lambda module, args, y: summed(y, ranks))
     else:
         if module.bias is not None:
             keep_slice(module, "bias", cut, done)
@@ -128,7 +131,7 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 def _add_up(linear: nn.Linear, ranks: RankGroup, x: Tensor) -> Tensor:
     if ranks.exact:
-        low, y = low_dtype(x), summed(part_of_sum(x, linear.weight), ranks)
+        low, y = low_dtype(x), summed(part_of_sum(x, linear), ranks)
         return (y if linear.bias is None else y + linear.bias.to(low)).to(low)
     y = summed(F.linear(x, linear.weight), ranks)
     return y if linear.bias is None else y + linear.bias.to(y.dtype)
@@ -136,7 +139,7 @@ def _add_up(linear: nn.Linear, ranks: RankGroup, x: Tensor) -> Tensor:
 
 def _part_of_outputs(linear: nn.Linear, ranks: RankGroup, x: Tensor) -> Tensor:
     low = x.to(low_dtype(x))
-    return part_of_outputs(low, low, linear.weight, linear.bias, ranks.all_reduce)
+    return part_of_outputs(low, low, linear, ranks.all_reduce)
 
 
 def _embed(embedding: nn.Embedding, ranks: RankGroup, ids: Tensor) -> Tensor:

@@ -20,16 +20,18 @@ _Product = tuple[nn.Parameter, Tensor, Tensor]  # weight, input, gradient of the
 
 
 class DeferredWeights:
-    """Of the plain linear layers (without a bias) in `module`, whose forward it changes in place."""
+    """Of the plain linear layers (without a bias) in `module`, whose forward it changes in place; where
+    another technique has changed it, what that calls takes the layer's `_deferred` into account, as
+    `parallel/exact_products.py` does."""
 
     def __init__(self, module: nn.Module) -> None:
         self._put_off: dict[tuple[int, int], list[_Product]] = {}
         self._current: list[_Product] | None = None
         for part in module.modules():
-            changed = "forward" in part.__dict__  # by another technique
-            if type(part) is nn.Linear and part.bias is None and not changed:
+            if type(part) is nn.Linear and part.bias is None:
                 part.__dict__["_deferred"] = self
-                part.forward = MethodType(_forward, part)  # type: ignore[method-assign]
+                if "forward" not in part.__dict__:
+                    part.forward = MethodType(_forward, part)  # type: ignore[method-assign]
 
     @contextmanager
     def collecting(self, stage: int, microbatch: int) -> Iterator[None]:
