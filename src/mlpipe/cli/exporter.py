@@ -12,7 +12,12 @@ from mlpipe.cli.session import CliSession, shared
 
 
 @click.command()
-@click.option("--address", default="127.0.0.1", show_default=True, help="Where to listen; in a pod 0.0.0.0.")
+@click.option(
+    "--address",
+    default="127.0.0.1",
+    show_default=True,
+    help="Where to listen; in a pod 0.0.0.0, all of it, IPv6 too.",
+)
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=9399, show_default=True, help="0: any free one."
 )
@@ -38,9 +43,8 @@ def command(session: CliSession, address: str, port: int, interval: float) -> No
         serving = Serving(fleet, address, port)
     except OSError as error:
         raise click.BadParameter(f"cannot listen on {address}:{port}: {error.strerror}") from None
-    session.result(
-        {"url": f"http://{address}:{serving.port}/metrics"}, f"http://{address}:{serving.port}/metrics"
-    )
+    url = f"http://{f'[{address}]' if ':' in address else address}:{serving.port}/metrics"
+    session.result({"url": url}, url)
     over = threading.Event()
     try:
         while not over.wait(interval):

@@ -16,7 +16,8 @@ _AT_ONCE = 16  # connections; the oldest makes room, so that nobody takes all fi
 
 class Serving:
     """A running server of what `collector.collect()` yields. Raises OSError when the port cannot be had,
-    ImportError without prometheus_client. Port 0: any free one; the real one is `.port`."""
+    ImportError without prometheus_client. Port 0: any free one; the real one is `.port`. Address 0.0.0.0: all
+    of this machine, those of IPv6 as well."""
 
     def __init__(self, collector: Any, address: str, port: int) -> None:
         from prometheus_client import CollectorRegistry, MetricsHandler
@@ -45,7 +46,12 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
         self._open: list[socket.socket] = []
-        super().__init__(address, handler)
+        host, port = address
+        if host == "0.0.0.0" and socket.has_dualstack_ipv6():  # a pod may have one of IPv6 alone
+            host = "::"
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread, as ever."""
@@ -68,6 +74,8 @@ class _Server(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """As HTTPServer does, without a look-up."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         # HTTPServer's own looks up the host's full name, which waits for a name server that may be away.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])

@@ -85,6 +85,21 @@ def samples(fleet: Fleet) -> dict[str, dict[tuple[str, ...], float]]:
     }
 
 
+@pytest.mark.parametrize(("address", "reached"), [("0.0.0.0", ("127.0.0.1", "[::1]")), ("::1", ("[::1]",))])
+def test_pods_that_have_an_address_of_ipv6_alone_are_scraped_as_well(store, address, reached):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("needs IPv6 on the loopback: sysctl net.ipv6.conf.lo.disable_ipv6=0")
+    serving = Serving(Fleet(store), address, 0)
+    try:
+        for host in reached:
+            with urllib.request.urlopen(f"http://{host}:{serving.port}/metrics", timeout=300) as answer:
+                assert answer.status == 200
+    finally:
+        serving.close()
+
+
 def test_runs_of_every_state_are_served_and_pass_promtool(store):
     fleet = Fleet(store)
     fleet.round()
