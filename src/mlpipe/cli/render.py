@@ -99,7 +99,7 @@ def _write(files: dict[Path, str], stale: list[Path]) -> None:
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="ascii")
+            path.write_text(text, encoding="utf-8")
         for path in stale:
             path.unlink()
     except OSError as error:

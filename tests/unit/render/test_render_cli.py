@@ -58,6 +58,14 @@ def test_files_of_stages_that_are_gone_go_too_and_others_stay(cli: Cli) -> None:
     cli(*RENDER, "--out", "k", "--check")
 
 
+def test_a_script_for_slurm_has_any_text(cli: Cli) -> None:
+    argv = (*RENDER[:2], "--for", "slurm", "--set", "corpus.command=[echo, é😀]", "--out", "jobs")
+    cli(*argv)
+    (script,) = (cli.folder / "jobs").glob("*corpus*")
+    assert "é😀" in script.read_text(encoding="utf-8")
+    assert "the same" in cli(*argv, "--check").stdout
+
+
 def test_one_stage(cli: Cli) -> None:
     cli(*RENDER, "--out", "k", "--stage", "train")
     assert sorted(path.name for path in (cli.folder / "k").iterdir()) == ["00-driver.yaml", "02-train.yaml"]
