@@ -23,7 +23,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class SlurmContainer:
-    """`mounts`: folders that are seen inside as outside."""
+    """`image`: as the runtime takes it. `mounts`: folders that are seen inside as outside."""
 
     runtime: Literal["pyxis", "apptainer"]
     image: str
@@ -122,4 +122,17 @@ def _component(
 
 
 def _container(spec: s.SlurmContainer | None, image: str | None) -> SlurmContainer | None:
-    return None if spec is None else SlurmContainer(spec.runtime, spec.image or image or "", spec.mounts)
+    if spec is None:
+        return None
+    return SlurmContainer(spec.runtime, spec.image or _as_asked(spec.runtime, image or ""), spec.mounts)
+
+
+def _as_asked(runtime: str, image: str) -> str:
+    """The pipeline's image, which is written as Kubernetes takes it. Apptainer would look for a file of that
+    name; enroot, which pyxis asks, for all of it at Docker Hub."""
+    if runtime == "apptainer":
+        return f"docker://{image}"
+    registry, _, rest = image.partition("/")
+    if not rest or not (set(".:") & set(registry) or registry == "localhost"):  # as Docker tells a registry
+        return image
+    return rest if registry == "docker.io" else f"{registry}#{rest}"

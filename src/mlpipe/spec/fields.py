@@ -278,6 +278,10 @@ NetworkResource = _text(
     "write like 'rdma/hca'",
 )
 MountPath = _text(_PATH, "an absolute path", "write like '/data', without '..' and ':'")
+# of a container's mounts, which stand in one word with commas between them
+ListedPath = _text(
+    _PATH.replace("/:", "/:,"), "an absolute path", "write like '/data', without '..', ':' and ','"
+)
 SubPath = _text(
     r"(?!\.\.?(?:/|$))[^/:\x00-\x1f]+(?:/(?!\.\.?(?:/|$))[^/:\x00-\x1f]+)*",
     "a path inside a volume",

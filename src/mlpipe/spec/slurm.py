@@ -57,7 +57,7 @@ class SlurmContainer(SpecModel):
     image: f.Text | None = Field(
         None, description="As the runtime takes it: a reference or a file. Default: the pipeline's `image`."
     )
-    mounts: tuple[f.MountPath, ...] = Field(
+    mounts: tuple[f.ListedPath, ...] = Field(
         (), strict=False, description="Folders that are seen inside as outside, besides the scratch folder."
     )
 
@@ -70,7 +70,7 @@ class Slurm(SlurmJobKeys):
         (), strict=False, description="Environment modules to load before."
     )
     container: SlurmContainer | None = Field(None, description="Default: the nodes' own software.")
-    scratch: f.MountPath | None = Field(
+    scratch: f.ListedPath | None = Field(
         None, description="Folder on each node's own disk. Default: `$TMPDIR`, or /tmp."
     )
     max_requeues: f.FewOrZero = Field(

@@ -87,6 +87,8 @@ def test_why_a_job_waits_stands_in_words(reason: str) -> None:
         "  stages: {a: {groups: [{}, {}]}}",
         "  container: {runtime: pyxis}",
         "  modules: ['$(id)']",
+        "  container: {runtime: pyxis, image: a, mounts: ['/a,/etc']}",
+        "  scratch: '/a,/etc'",
     ],
 )
 def test_what_would_break_a_job_is_refused_with_its_line(section: str) -> None:
@@ -327,6 +329,31 @@ def test_folders_of_a_container_are_one_word_of_the_shell(runtime: str) -> None:
     scratch = '"${scratch%/*}:${scratch%/*}"'
     pyxis = f"--container-image=i --container-mounts={scratch} python"
     assert (pyxis if runtime == "pyxis" else f"apptainer exec --bind {scratch} i python") in text
+
+
+@pytest.mark.parametrize(
+    ("image", "of_enroot"),
+    [
+        ("registry.example.com/team/mlpipe:1.0", "registry.example.com#team/mlpipe:1.0"),
+        ("registry:5000/mlpipe", "registry:5000#mlpipe"),
+        ("localhost/mlpipe", "localhost#mlpipe"),
+        ("docker.io/team/mlpipe:1", "team/mlpipe:1"),
+        ("team/mlpipe:1", "team/mlpipe:1"),
+        ("mlpipe:1.0", "mlpipe:1.0"),
+    ],
+)
+def test_the_image_of_pods_is_named_as_the_runtime_takes_it(image: str, of_enroot: str) -> None:
+    """pyxis took `registry/image` for one of Docker Hub (github.com/NVIDIA/pyxis/issues/39), apptainer for a
+    file."""
+    for runtime, expected in (("pyxis", of_enroot), ("apptainer", f"docker://{image}")):
+        spec = pipeline_of("llm", f"image={image}", f"slurm.container={{runtime: {runtime}}}")
+        container = slurm_job(spec, "train").container
+        assert container is not None
+        assert container.image == expected
+        said = pipeline_of("llm", f"slurm.container={{runtime: {runtime}, image: {image}}}")
+        container = slurm_job(said, "train").container
+        assert container is not None
+        assert container.image == image
 
 
 def test_the_name_of_a_run_begins_those_of_its_jobs_and_of_no_others() -> None:
