@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from mlpipe._core.presets import PRESETS
+from mlpipe._core.presets import PRESETS, LlamaConfig
+from mlpipe.plan.axes.axis import Layout, RankWork
+from mlpipe.plan.memory import rank_tensors
+from mlpipe.plan.mesh import Mesh
+from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.settings import Precision
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.tensors import total
+from mlpipe.train.model import LossModule
 from mlpipe.train.models import moe
 from mlpipe.train.models.llama import build_model
+from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
+from mlpipe.train.parallel.fused_head import head_cross_entropy_sum
 from mlpipe.train.precision import autocast
+from mlpipe.train.trace import _Meter
 
 pytestmark = pytest.mark.torch
 
@@ -58,3 +67,49 @@ def test_saved_activations(preset: str, precision: Precision) -> None:
     seen = sum(storage.nbytes() for storage in saved.values()) - copies
     step = StepShape(256, 2, 1, precision, "none", compiled=False)
     assert total(Dense(config).activations(step, "cpu").saved) == pytest.approx(seen, rel=0.05)
+
+
+def alive(config: LlamaConfig, mode: Any, loss: str, tokens: int, accumulation: int) -> int:
+    """Bytes at the peak of so many micro-batches in bf16, without weights."""
+    model = build_model(**asdict(config))
+    model.init_weights()
+    if mode != "none":
+        checkpoint_activations(list(model.layers), mode)
+    module = LossModule(model, "cpu", "bf16")
+    module.head_loss = head_cross_entropy_sum if loss == "fused" else None
+    ids = torch.zeros((1, tokens), dtype=torch.int64)
+    with _Meter([*module.parameters(), *module.buffers(), ids]) as meter:
+        for _ in range(accumulation):
+            module({"inputs": ids, "targets": ids})[0].backward()
+    return meter.most
+
+
+MANY, WIDE = {"num_layers": 8, "vocab_size": 512}, {"num_layers": 16, "vocab_size": 8192}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mode", "loss", "tokens", "accumulation"),
+    [
+        (MANY, "full", "logits", 32, 1),  # gradients, with the copies of one block
+        (MANY, "full", "logits", 32, 2),  # the end of a forward pass, with all copies
+        (MANY, "selective", "logits", 32, 2),
+        (WIDE, "full", "logits", 512, 1),  # the loss
+        (WIDE, "full", "fused", 512, 1),
+        (MANY, "none", "logits", 32, 2),
+    ],
+)
+def test_copies_of_weights_are_counted_while_they_are_alive(
+    sizes: dict[str, int], mode: Any, loss: str, tokens: int, accumulation: int
+) -> None:
+    """Autocast has them in the forward pass, and autograd those of what is not recomputed until its backward
+    pass."""
+    config = replace(PRESETS["llama-1m"], **sizes)
+    step = StepShape(tokens, 1, accumulation, "bf16", mode, compiled=False, fused_head=loss == "fused")
+    shape = Dense(config)
+    cost = OptimizerCost(0)
+    work = RankWork(
+        shape.parameters, shape.activations(step, "cpu"), step, Layout(Mesh()), cost, overlap=False
+    )
+    tensors = rank_tensors(work)
+    expected = tensors.peak - total(tensors.parameters) - total(tensors.optimizer)
+    assert alive(config, mode, loss, tokens, accumulation) == pytest.approx(expected, rel=0.06)

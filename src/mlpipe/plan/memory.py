@@ -69,17 +69,18 @@ def rank_tensors(work: RankWork) -> RankTensors:
 
 
 def _whole(work: RankWork) -> RankTensors:
-    """Of a rank that is alone. Autocast keeps its copies of the weights until the forward pass ends.
-    Without accumulation the gradients come to life in the backward pass, as the activations die, all but the
-    last that is rebuilt."""
+    """Of a rank that is alone. Gradients that are neither accumulated nor of a replica's buckets come to life
+    in the backward pass, as the activations die, all but the last that is rebuilt."""
     parameters, activations = work.parameters, work.activations
     width = COMPUTE_BYTES[work.step.precision]
     copies = parameters.cast(1, width) if width < WEIGHT_BYTES else ()
-    gradients, buffers = parameters.trained.sharded(1, GRADIENT_BYTES), total(copies)
+    gradients = parameters.trained.sharded(1, GRADIENT_BYTES)
     held, rebuilt, gradient_bytes = work.held_bytes, work.rebuilt_bytes, total(gradients)
-    moments = [Moment(buffers + held), Moment(buffers + gradient_bytes + rebuilt)]
-    if work.step.accumulation > 1:
-        moments = [Moment(buffers + gradient_bytes + held)]
+    forward, backward, buffers = _copied(work, total(copies))
+    moments = [forward, Moment(buffers + held), Moment(backward + gradient_bytes + rebuilt)]
+    mesh = work.layout.mesh
+    if work.step.accumulation > 1 or (mesh.dp_replicate > 1 and mesh.dp_shard == 1):
+        moments = [one._replace(alive=one.alive + gradient_bytes) for one in moments[:2]]
     return RankTensors(
         parameters=parameters.held(1, WEIGHT_BYTES),
         gradients=gradients,
@@ -93,6 +94,22 @@ def _whole(work: RankWork) -> RankTensors:
         buffers=buffers,
         moments=tuple(moments),
     )
+
+
+def _copied(work: RankWork, in_all: int) -> tuple[Moment, int, int]:
+    """Autocast keeps its copies of the weights, `in_all` bytes, until the forward pass ends, and autograd
+    those of what is not recomputed, whose backward pass casts anew, block by block. The end of the forward
+    pass, with them all; then bytes of the copies when all gradients are there, and at the loss. A loss in one
+    with the head is within the forward pass, that of a model that was traced may be."""
+    parameters, activations = work.parameters, work.activations
+    if work.step.checkpointing == "none":
+        return Moment(0), in_all, in_all
+    outside = COMPUTE_BYTES[work.step.precision] * parameters.outside if in_all else 0
+    block = (in_all - outside) // max(1, parameters.num_blocks)
+    loss_bytes = activations.kept_logit_bytes
+    if work.step.fused_head or not activations.logit_bytes:
+        loss_bytes = work.held_bytes - total(activations.saved)
+    return Moment(in_all + total(activations.saved) + loss_bytes), block, max(outside, block)
 
 
 def estimate(work: RankWork, device: str) -> MemoryEstimate:

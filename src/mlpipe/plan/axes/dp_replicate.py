@@ -17,21 +17,20 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     """Gradients are views of the communication buckets (`gradient_as_bucket_view`), so the buckets cost
     nothing more; but they live from the first step on, so gradients take no other's place. Updated slices are
     gathered through buffers that hold the model once more, and a slice, when the activations are gone."""
-    if work.layout.exchanged_here is not None:
-        tensors = tensors._replace(buffers=tensors.buffers + work.exchange_bytes)
+    more = work.exchange_bytes if work.layout.exchanged_here is not None else 0
     if work.layout.mesh.dp_shard > 1:  # FSDP reduces over the replicas what it has scattered, in place
-        return tensors
-    gradients, buffers = total(tensors.gradients), tensors.buffers
-    optimizer, moments = tensors.optimizer, []
+        return tensors._replace(buffers=tensors.buffers + more)
+    optimizer, updating = tensors.optimizer, []
     if work.layout.shard_optimizer:
         num_ranks = work.layout.num_updating_ranks
         share = WEIGHT_BYTES * work.parameters.trained.share(num_ranks)
         gathered = share * num_ranks
-        buffers += gathered + share
+        more += gathered + share
         optimizer = work.optimizer_states(num_ranks)
-        moments = [Moment(gradients + buffers, all_gathered=min(gathered, GATHER_BUCKET_BYTES))]
-    moments.append(Moment(gradients + buffers + work.held_bytes))
-    return tensors._replace(optimizer=optimizer, buffers=buffers, moments=tuple(moments))
+        alive = total(tensors.gradients) + tensors.buffers + more
+        updating = [Moment(alive, all_gathered=min(gathered, GATHER_BUCKET_BYTES))]
+    moments = (*updating, *(one._replace(alive=one.alive + more) for one in tensors.moments))
+    return tensors._replace(optimizer=optimizer, buffers=tensors.buffers + more, moments=moments)
 
 
 def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
