@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,9 +35,9 @@ def mixed(data: DataPlan) -> DataPlan:
     assert chat.path is not None
     assert chat.validation is not None
     mix = (ChatFile(chat.path, 2.0), ChatFile(chat.validation, 1.0))
-    return replace(data, chat=replace(chat, path=None, mix=mix))
+    return data._replace(chat=chat._replace(path=None, mix=mix))
 
 
 def packed(data: DataPlan, packing: Literal["best_fit", "balanced"]) -> DataPlan:
     assert data.chat is not None
-    return replace(data, chat=replace(data.chat, packing=packing))
+    return data._replace(chat=data.chat._replace(packing=packing))

@@ -102,7 +102,7 @@ def test_workers_train_and_write_nothing_but_what_their_stages_make(minio, keys,
     held.touch()
     slow = ModelPlan(Entry("kit.models:slow", {"seconds": 1.5, "while_file": str(held)}), None, 32, ())
     train = plans.train_plan(URL, tokens, world_size=1, steps=6, every=2, model=slow)
-    checkpoint = replace(train.work.checkpoint, keep=1)
+    checkpoint = train.work.checkpoint._replace(keep=1)
     track = (TrackerPlan("tensorboard"),)
     train = replace(train, work=replace(train.work, checkpoint=checkpoint, track=track))
     train = replace(train, inputs=("runs/run/stages/corpus",))

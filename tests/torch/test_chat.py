@@ -86,8 +86,8 @@ def test_data_of_which_nothing_is_learnt_and_data_that_differ_are_refused(data, 
     assert chat is not None
     Path(chat.path).write_text(json.dumps({"prompt": "x" * 50, "completion": "y"}) + "\n")
     with pytest.raises(TrainError, match="nothing in it is learnt: every sample is cut to seq_len 49"):
-        open_dataset(replace(data, chat=chat), split="train", seq_len=49)
-    assert open_dataset(replace(data, chat=chat), split="train", seq_len=50).notes == [
+        open_dataset(data._replace(chat=chat), split="train", seq_len=49)
+    assert open_dataset(data._replace(chat=chat), split="train", seq_len=50).notes == [
         "1 of 1 samples cut to 50 tokens"
     ]
 

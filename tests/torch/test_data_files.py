@@ -55,11 +55,11 @@ def folder(tmp_path_factory) -> Path:
 def files_of(kind: str, base: Path | str, **changes: object) -> FilesPlan:
     suffix = {"parquet": "parquet", "tars": "tar"}[kind]
     paths = (f"{base}/{kind}/{split}-*.{suffix}" for split in ("train", "validation"))
-    return replace(FilesPlan(kind, *paths, COLUMNS[kind], None), **changes)  # type: ignore[arg-type]
+    return FilesPlan(kind, *paths, COLUMNS[kind], None)._replace(**changes)  # type: ignore[arg-type]
 
 
 def data_of(files: FilesPlan, **changes: object) -> DataPlan:
-    return replace(DataPlan(None, None, None, files=files, cache_bytes=10**6), **changes)
+    return DataPlan(None, None, None, files=files, cache_bytes=10**6)._replace(**changes)
 
 
 def loader(dataset, rank: int, ranks: int, batch: int = 5) -> MicrobatchLoader:
@@ -197,7 +197,7 @@ def test_text_is_tokens_to_go_on_with_or_to_look_at(folder, tokenizer, kind, col
         _ids(tokenizer, "numb"),
         _ids(tokenizer, "umbe"),
     )
-    classed = replace(files, columns={"inputs": column, "targets": COLUMNS[kind]["index"]})
+    classed = files._replace(columns={"inputs": column, "targets": COLUMNS[kind]["index"]})
     sample = open_dataset(data_of(classed), split="train", seq_len=10)[3]
     assert sample["inputs"].tolist() == [*_ids(tokenizer, "number 3"), 0, 0]
     assert sample["targets"].tolist() == 3
@@ -241,17 +241,17 @@ def test_what_cannot_be_is_told_with_its_file_and_sample(folder, tmp_path):
 
     rows = files_of("parquet", folder)
     first = f"{folder}/parquet/train-0.parquet"
-    refused(data_of(replace(rows, columns={"y": "z"})), "no column 'z'", first, "it has x, index, text")
-    refused(data_of(replace(rows, columns={})), "'text' is text", first, "data.tokenizer")
-    refused(data_of(replace(rows, path=f"{folder}/nowhere")), "no .parquet files", f"{folder}/nowhere")
+    refused(data_of(rows._replace(columns={"y": "z"})), "no column 'z'", first, "it has x, index, text")
+    refused(data_of(rows._replace(columns={})), "'text' is text", first, "data.tokenizer")
+    refused(data_of(rows._replace(path=f"{folder}/nowhere")), "no .parquet files", f"{folder}/nowhere")
     table = pa.table({"x": [1.0, None], "list": [[1], [1, 2]], "when": [{"a": 1}, {"a": 2}]})
     pq.write_table(table, tmp_path / "odd.parquet")
     odd = FilesPlan("parquet", str(tmp_path / "odd.parquet"), None, {"x": "x"}, None)
     refused(data_of(odd), "row 1 of row group 0: 'x' is null", odd.path, index=1)
-    refused(data_of(replace(odd, columns={"w": "when"})), "'w' is dict", odd.path, "data.collate")
+    refused(data_of(odd._replace(columns={"w": "when"})), "'w' is dict", odd.path, "data.collate")
     (tmp_path / "none.parquet").write_bytes(b"PAR1 and no more")
     refused(
-        data_of(replace(odd, path=str(tmp_path / "none.parquet"))), "no Parquet", f"{tmp_path}/none.parquet"
+        data_of(odd._replace(path=str(tmp_path / "none.parquet"))), "no Parquet", f"{tmp_path}/none.parquet"
     )
     with pytest.raises(TrainError, match="no files to validate with"):
         open_dataset(data_of(odd), split="validation", seq_len=1)
@@ -267,20 +267,20 @@ def test_what_cannot_be_is_told_with_its_file_and_sample(folder, tmp_path):
     ):
         refused(packed(name, good, sample), words, f"{tmp_path}/{name}", index=1)
     unknown = packed("c.tar", {"mp4": b"1"})
-    wanted = replace(unknown.files, columns={"c": "mp4"})
+    wanted = unknown.files._replace(columns={"c": "mp4"})
     refused(
-        replace(unknown, files=wanted), "'s0': .mp4: is not decoded here, only txt, json", f"{tmp_path}/c.tar"
+        unknown._replace(files=wanted), "'s0': .mp4: is not decoded here, only txt, json", f"{tmp_path}/c.tar"
     )
     data = (tmp_path / "b.tar").read_bytes()
     (tmp_path / "d.tar").write_bytes(data[:512] + b"1" * 2048)
     refused(
-        replace(unknown, files=replace(wanted, path=f"{tmp_path}/d.tar")),
+        unknown._replace(files=wanted._replace(path=f"{tmp_path}/d.tar")),
         "this is no tar: damaged",
         f"{tmp_path}/d.tar",
     )
     (tmp_path / "e.tar").write_bytes(b"\x1f\x8b" + b"1" * 2048)
     refused(
-        replace(unknown, files=replace(wanted, path=f"{tmp_path}/e.tar")),
+        unknown._replace(files=wanted._replace(path=f"{tmp_path}/e.tar")),
         "this is no tar",
         f"{tmp_path}/e.tar",
         "gunzip",

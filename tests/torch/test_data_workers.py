@@ -215,10 +215,10 @@ def test_a_function_of_ones_own_makes_the_batch():
     assert {name: tuple(ids.shape) for name, ids in batch.items()} == {"inputs": (2, 8), "targets": (2, 8)}
     assert batch["inputs"][0].tolist() == [97, 98] + [32] * 6
     with pytest.raises(TrainError, match="it made list, not a dict of tensors") as caught:
-        open_dataset(replace(data, collate="kit.own_data:unbatched"), split="train", seq_len=1)
+        open_dataset(data._replace(collate="kit.own_data:unbatched"), split="train", seq_len=1)
     assert (caught.value.where, caught.value.kind) == ("kit.own_data:unbatched", "input")
     with pytest.raises(TrainError, match="not a dict of tensors") as caught:
-        open_dataset(replace(data, collate=None), split="train", seq_len=1)
+        open_dataset(data._replace(collate=None), split="train", seq_len=1)
     assert "data.collate" in (caught.value.hint or "")
 
 

@@ -111,7 +111,7 @@ def test_updates_are_on_the_gpu_and_nobody_waits_for_it(monkeypatch):
             for key, a in optimizer.arguments.items()
         }
         with mode:
-            update = make_update(replace(plan.optimizer, name=name, args=arguments), model.shards, plan.ema)
+            update = make_update(plan.optimizer._replace(name=name, args=arguments), model.shards, plan.ema)
             for parameter in model.module.parameters():
                 parameter.grad = torch.empty_like(parameter)
             update.step(lr=1e-3, scale=0.5)

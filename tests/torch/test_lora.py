@@ -85,7 +85,7 @@ def plan_of(
         folder / "store", folder / "tokens", run_id=run, strategy=strategy, steps=steps, every=2, model=model,
         init_from=init, adapter=adapter, **changes,
     )  # fmt: skip
-    optimizer = replace(plan.work.training.optimizer, lr=1e-2)
+    optimizer = plan.work.training.optimizer._replace(lr=1e-2)
     return replace(plan, work=replace(plan.work.training, optimizer=optimizer))
 
 
@@ -300,7 +300,7 @@ def test_targets_that_fit_nothing_are_refused(trained):
 def test_dora_is_that_of_peft(dropout):
     """What comes out and all gradients; with dropout of the same values."""
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
-    adapter = replace(DORA, dropout=dropout)
+    adapter = DORA._replace(dropout=dropout)
     torch.manual_seed(0)
     own, other = (torch.nn.Sequential(torch.nn.Linear(12, 7)).double() for _ in range(2))
     other.load_state_dict(own.state_dict())

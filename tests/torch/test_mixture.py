@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -150,9 +149,9 @@ def test_tokens_and_samples_of_ones_own_lie_in_one_batch(tmp_path):
     assert batch.num_tokens == 8 * 32
     assert len(open_dataset(data, split="validation", seq_len=32)) > 3
     with pytest.raises(TrainError, match="sources 0 and 1 cannot lie in one batch") as caught:
-        open_dataset(replace(data, mix=(data.mix[0], source(1, 5, 0))), split="train", seq_len=32)
+        open_dataset(data._replace(mix=(data.mix[0], source(1, 5, 0))), split="train", seq_len=32)
     assert (caught.value.where, caught.value.kind) == ("data.mix", "input")
-    both = replace(data, mix=(source(1, 5, 0), source(1, 5, 100)))
+    both = data._replace(mix=(source(1, 5, 0), source(1, 5, 100)))
     assert set(collate(open_dataset(both, split="train", seq_len=1), np.array([0, 7]))["index"].tolist()) == {
         0,
         102,

@@ -406,7 +406,7 @@ def test_the_first_group_that_matches_rules(name: str | None, monkeypatch: pytes
         for parameter in net.parameters():
             parameter.data += 0.01
     plain = moved(make_update(plan, shards_of(nets[0])), nets[0])
-    grouped = moved(make_update(replace(plan, groups=groups), shards_of(nets[1])), nets[1])
+    grouped = moved(make_update(plan._replace(groups=groups), shards_of(nets[1])), nets[1])
     assert not grouped["layers.0.weight"].any()
     assert not grouped["layers.0.bias"].any()
     torch.testing.assert_close(grouped["embed.weight"], plain["embed.weight"])
@@ -460,7 +460,7 @@ def test_ranks_with_other_parameters_have_the_same_groups(name: str) -> None:
 
 def test_a_checkpoint_of_other_groups_is_refused() -> None:
     plan = plan_of("adamw")
-    grouped = make_update(replace(plan, groups=(ParameterGroup("*.bias", 2.0),)), shards_of(Net()))
+    grouped = make_update(plan._replace(groups=(ParameterGroup("*.bias", 2.0),)), shards_of(Net()))
     plain = make_update(plan, shards_of(Net()))
     with pytest.raises(TrainError, match="had no groups of parameters, there are 2 now"):
         grouped.load_scalars(plain.scalars())
@@ -539,22 +539,22 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "test_optimizers", sys.modules[__name__])
-    polynomial = replace(plan_of("adamw"), schedule="polynomial", power=2.0, min_lr_ratio=0.1, warmup_steps=2)
+    polynomial = plan_of("adamw")._replace(schedule="polynomial", power=2.0, min_lr_ratio=0.1, warmup_steps=2)
     rates = [learning_rate(polynomial, step, 10) for step in (1, 2, 6, 10, 11)]
     assert rates == pytest.approx([0.005, 0.01, 0.01 * (0.1 + 0.9 * 0.25), 0.001, 0.001])
-    linear = replace(polynomial, schedule="linear")
-    assert learning_rate(replace(polynomial, power=1.0), 7, 10) == pytest.approx(learning_rate(linear, 7, 10))
-    own = replace(polynomial, schedule="own", own_schedule=Entry("test_optimizers:halves", {"low": 0.2}))
+    linear = polynomial._replace(schedule="linear")
+    assert learning_rate(polynomial._replace(power=1.0), 7, 10) == pytest.approx(learning_rate(linear, 7, 10))
+    own = polynomial._replace(schedule="own", own_schedule=Entry("test_optimizers:halves", {"low": 0.2}))
     check_schedule(own, 10)
     assert [learning_rate(own, step, 10) for step in (1, 5, 6)] == pytest.approx([0.005, 0.01, 0.002])
-    bad = replace(own, own_schedule=Entry("test_optimizers:nonsense", {}))
+    bad = own._replace(own_schedule=Entry("test_optimizers:nonsense", {}))
     with pytest.raises(TrainError, match="gave 'a' for step 1 of 10"):
         check_schedule(bad, 10)
     for step, said in ((5, "-1.0"), (10, "nan")):
         with pytest.raises(TrainError, match=f"gave {said} for step {step}"):
             learning_rate(bad, step, 10)
     with pytest.raises(TrainError, match="failed at step 1 of 10: TypeError"):
-        check_schedule(replace(own, own_schedule=Entry("test_optimizers:halves", {})), 10)
+        check_schedule(own._replace(own_schedule=Entry("test_optimizers:halves", {})), 10)
 
 
 def test_values_are_clipped_as_torch_clips_them() -> None:
@@ -597,8 +597,7 @@ def training(folder: Path, name: str, way: Any, world_size: int, **changes: Any)
     )  # fmt: skip
     config = replace(plans.CONFIG, dim=32, ffn_dim=48, num_heads=2, num_kv_heads=2)
     train: Any = plan.work
-    optimizer = replace(
-        plan_of(name),
+    optimizer = plan_of(name)._replace(
         lr=3e-3 if name != "sgd" else 0.1,
         schedule="polynomial",
         warmup_steps=2,

@@ -34,10 +34,10 @@ def test_packed_and_padded_they_train_the_same(tmp_path):
     }  # fmt: skip
     ways: dict[str, dict[str, Any]] = {
         "padded": {"data": of()},
-        "rows": {"data": replace(of(what="lengths"), packing="best_fit")},
-        "balanced": {"data": replace(of(), packing="balanced"), "strategy": "fsdp"},
+        "rows": {"data": of(what="lengths")._replace(packing="best_fit")},
+        "balanced": {"data": of()._replace(packing="balanced"), "strategy": "fsdp"},
         "resident": {
-            "data": replace(of(), packing="balanced"),
+            "data": of()._replace(packing="balanced"),
             "strategy": "fsdp", "communication": "resident", "reshard_after_forward": False,
         },
     }  # fmt: skip

@@ -49,7 +49,7 @@ def gang(folder: Path, limits: PreflightPlan, size: int, broken: int | None = No
     launch = {"num_nodes": size, "nproc_per_node": 1, "preflight": limits}
     plan = plans.train_plan(folder / "store", tokens, world_size=size, launch=launch, steps=2, **changes)
     (folder / "plan.json").write_text(plan.to_json())
-    more = replace(limits, disk_bytes=2**60)
+    more = limits._replace(disk_bytes=2**60)
     refused = replace(plan, launch=replace(plan.launch, preflight=more))
     (folder / "plan-broken.json").write_text(refused.to_json())
     port = free_port()
@@ -121,8 +121,8 @@ def test_a_machine_that_passed_is_measured_again_after_an_hour_or_a_boot(tmp_pat
     assert (was_measured, second.figures[remembered.AGE]) == (False, 3599.0)
     remembered.remember(plan, second)  # makes it no younger
     assert look(node="n1")[1]
-    assert look(replace(EASY, slow_ratio=0.5, expected_flops=5e9))[1]
-    assert not look(replace(EASY, slow_ratio=0.5, expected_flops=4e9))[1]
+    assert look(EASY._replace(slow_ratio=0.5, expected_flops=5e9))[1]
+    assert not look(EASY._replace(slow_ratio=0.5, expected_flops=4e9))[1]
     now[0] += 1.0
     assert look()[1]
     now[0] = 99.0  # of a file from elsewhere
@@ -151,7 +151,7 @@ def test_who_is_slow_by_what_is_remembered_is_measured_before_it_is_blamed(tmp_p
 def test_a_spare_has_the_ranks_of_the_first_machine_that_does_not_pass(tmp_path):
     """Of three machines the first one's disk is too small. The others train, at an address that they have
     told each other; all three end alike."""
-    plan, codes = gang(tmp_path, replace(EASY, spares=1), 2, broken=0)
+    plan, codes = gang(tmp_path, EASY._replace(spares=1), 2, broken=0)
     assert codes == [0, 0, 0]
     store = FolderStore(tmp_path / "store")
     checked = read_checked(store, plan.attempt_key)

@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
                 model=user("plain"),
             )
             # every step is saved in the background here, which must change nothing
-            often = replace(plain.work.checkpoint, every_steps=1)
+            often = plain.work.checkpoint._replace(every_steps=1)
             first = replace(
                 plain,
                 store_url=str(folder / "parts"),
@@ -231,7 +231,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_all_ranks(folder, tmp_pat
         attempt=3,
         model=user("plain"),
     )
-    plan = replace(plan, work=replace(plan.work, checkpoint=replace(plan.work.checkpoint, keep=1)))
+    plan = replace(plan, work=replace(plan.work, checkpoint=plan.work.checkpoint._replace(keep=1)))
     *_, before, newest = catalogue.list_checkpoints(store, plan.stage_key)
     assert newest.step == STEPS
     blob = tmp_path / "store" / newest.key / "model-00001"

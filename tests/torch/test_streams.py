@@ -183,7 +183,7 @@ def test_a_run_is_resumed_on_another_number_of_ranks_with_the_same_losses(tmp_pa
         work = replace(
             made.work,
             model=ModelPlan(Entry("kit.own:stateless", {}), None, 1, ()),
-            data=replace(data_of("stream", 2, size=50), workers=workers),
+            data=data_of("stream", 2, size=50)._replace(workers=workers),
         )
         return replace(made, work=work)
 

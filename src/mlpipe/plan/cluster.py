@@ -3,25 +3,24 @@
 Importable with the standard library alone. Written by `plan/build.py`, read by `render/` and `submit/`.
 """
 
-from __future__ import annotations
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
-
-from mlpipe._core.serial import SPARSE
+from mlpipe._core.serial import Sparse
 
 Component = Literal["worker", "driver"]
+GPU_LABEL = "nvidia.com/gpu.product"
 PatchKind = Literal["Pod", "Job", "JobSet", "TrainJob", "Service", "ConfigMap", "PodGroup"]
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(NamedTuple):
     """Kueue's: the pods of a gang in one domain, which nodes name by the label `label`."""
 
     label: str
     required: bool
-    inner: str | None = field(default=None, metadata=SPARSE)  # label of domains of ranks that share weights
-    inner_nodes: int | None = field(default=None, metadata=SPARSE)  # that one has for the run, if known
+    inner: Sparse[str | None] = None  # label of domains of ranks that share weights
+    inner_nodes: Sparse[int | None] = None  # that one has for the run, if known
 
 
 class Toleration(NamedTuple):
@@ -104,15 +103,14 @@ class TopologyFile(NamedTuple):
     key: str
 
 
-@dataclass(frozen=True)
-class PodNetwork:
+class PodNetwork(NamedTuple):
     """What each pod of a gang has for the network between nodes."""
 
     resources: dict[str, int]
     annotations: dict[str, str]
     hugepages_bytes: int
     pinned_memory: bool
-    topology: TopologyFile | None = field(default=None, metadata=SPARSE)
+    topology: Sparse[TopologyFile | None] = None
 
 
 class Scratch(NamedTuple):
@@ -129,16 +127,15 @@ class Cache(NamedTuple):
     sub_path: str | None
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Where pods stand, and on which disk."""
 
     node_selector: dict[str, str]
     tolerations: tuple[Toleration, ...]
     priority_class: str | None
     runtime_class: str | None
-    prefer: dict[str, str] | None = field(default=None, metadata=SPARSE)  # labels of nodes to take first
-    scratch: Scratch | None = field(default=None, metadata=SPARSE)
+    prefer: Sparse[dict[str, str] | None] = None  # labels of nodes to take first
+    scratch: Sparse[Scratch | None] = None
 
 
 class Patch(NamedTuple):
@@ -160,8 +157,7 @@ class TrainJob(NamedTuple):
     overrides: Literal["runtimePatches", "podTemplateOverrides"]
 
 
-@dataclass(frozen=True)
-class GroupPods:
+class GroupPods(NamedTuple):
     """What the pods of one group of machines have of their own, as of ClusterPlan."""
 
     num_nodes: int
@@ -178,8 +174,7 @@ class GroupPods:
     network: PodNetwork | None
 
 
-@dataclass(frozen=True)
-class ClusterPlan:
+class ClusterPlan(NamedTuple):
     """Those from `cpus` to `disk_bytes`, those of GPUs and where the pods stand are of one stage (`of_run`:
     of none); all others are of the whole run. `image`: None is refused when it is rendered."""
 
@@ -219,37 +214,36 @@ class ClusterPlan:
     disk_bytes: int | None = None  # of one pod: scratch, cache, /tmp, logs; None: render/pod.py's defaults
     store_driver_secret: str | None = None  # of the whole run; None: `store_secret`
     store_web_identity: WebIdentity | None = None  # of the whole run; then no Secret is read
-    driver_secret_env: dict[str, SecretKey] = field(default_factory=dict)
+    driver_secret_env: Mapping[str, SecretKey] = {}
     # Of nodes: the label that has `gpu_product`; that which says how pods share a GPU, if it is looked at,
     # and what it must say (None: that they do not); their taint (None: `gpu_resource`).
-    gpu_label: str = field(default="nvidia.com/gpu.product", metadata=SPARSE)
-    sharing_label: str | None = field(default=None, metadata=SPARSE)
-    gpu_sharing: str | None = field(default=None, metadata=SPARSE)
-    gpu_taint: str | None = field(default=None, metadata=SPARSE)
+    gpu_label: Sparse[str] = GPU_LABEL
+    sharing_label: Sparse[str | None] = None
+    gpu_sharing: Sparse[str | None] = None
+    gpu_taint: Sparse[str | None] = None
     # Claims instead of `gpu_resource`; where pods stand that are of no stage, if not where this one's do.
-    gpu_claims: GpuClaims | None = field(default=None, metadata=SPARSE)
-    run_placement: Placement | None = field(default=None, metadata=SPARSE)
-    prefer: dict[str, str] | None = field(default=None, metadata=SPARSE)  # as of Placement
-    trainjob: TrainJob | None = field(default=None, metadata=SPARSE)  # of the whole run; with that form
-    network: PodNetwork | None = field(default=None, metadata=SPARSE)  # of a gang's pods
-    scratch: Scratch | None = field(default=None, metadata=SPARSE)  # of a stage's pods
-    cache: Cache | None = field(default=None, metadata=SPARSE)  # likewise
-    prepull: bool = field(default=False, metadata=SPARSE)  # of the whole run
+    gpu_claims: Sparse[GpuClaims | None] = None
+    run_placement: Sparse[Placement | None] = None
+    prefer: Sparse[dict[str, str] | None] = None  # as of Placement
+    trainjob: Sparse[TrainJob | None] = None  # of the whole run; with that form
+    network: Sparse[PodNetwork | None] = None  # of a gang's pods
+    scratch: Sparse[Scratch | None] = None  # of a stage's pods
+    cache: Sparse[Cache | None] = None  # likewise
+    prepull: Sparse[bool] = False  # of the whole run
     # Of a gang on machines that differ, in the order of their nodes; all above is then of the first.
-    groups: tuple[GroupPods, ...] = field(default=(), metadata=SPARSE)
+    groups: Sparse[tuple[GroupPods, ...]] = ()
 
-    def of_group(self, number: int) -> ClusterPlan:
+    def of_group(self, number: int) -> Self:
         """For the pods of one of the groups."""
-        own = {name: value for name, value in vars(self.groups[number]).items() if name != "num_nodes"}
-        return replace(self, groups=(), **own)
+        own = {name: value for name, value in self.groups[number]._asdict().items() if name != "num_nodes"}
+        return self._replace(groups=(), **own)
 
-    def of_run(self) -> ClusterPlan:
+    def of_run(self) -> Self:
         """For the pods that are of no stage, which keep little."""
-        placement, small = self.run_placement, replace(self, scratch=None, cache=None)
+        placement, small = self.run_placement, self._replace(scratch=None, cache=None)
         if placement is None:
             return small
-        return replace(
-            small,
+        return small._replace(
             node_selector=placement.node_selector,
             tolerations=placement.tolerations,
             priority_class=placement.priority_class,

@@ -1,15 +1,11 @@
 """What is trained on (`TrainPlan.data`)."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mlpipe.plan.entry import Entry
 
 
-@dataclass(frozen=True)
-class FilesPlan:
+class FilesPlan(NamedTuple):
     """Files of samples as they are: `path` is one, a folder or a pattern, also in a bucket; `validation` that
     of the held-out ones. `columns`: by the sample's key the column, or the extension; empty: all as they are
     called. `tokenizer`: a tokenizer.json, or the folder of one, for what is text."""
@@ -33,8 +29,7 @@ class ChatFile(NamedTuple):
     weight: float
 
 
-@dataclass(frozen=True)
-class ChatPlan:
+class ChatPlan(NamedTuple):
     """Files of JSON lines: conversations, prompts with completions, or text. `path`: the training's, or
     instead `mix`, of what samples are mixed; `validation`: the held-out one. `tokenizer`: a tokenizer.json,
     or the folder of one with all that a model's has. `template`: a Jinja file, or `chatml`; None: that
@@ -65,8 +60,7 @@ class SourcePlan(NamedTuple):
     files: FilesPlan | None = None
 
 
-@dataclass(frozen=True)
-class DataPlan:
+class DataPlan(NamedTuple):
     """Where samples come from: a folder of token files (`tokens`, a local path), or a user's own `dataset`
     whose function returns a map-style object (`len`, `[i] -> dict of tensors`). `digest`: sha256 of the
     folder's manifest, which has those of the files; None for a user's own, and before the data exist.

@@ -1,13 +1,9 @@
 """A user's own function, as a plan names it."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A user's function by import path. `entry` is `package.module:function`, called with `args`."""
 
     entry: str

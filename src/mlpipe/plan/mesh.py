@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlpipe._core.pipelines import Schedule
 
@@ -96,8 +97,7 @@ class Mesh:
         return at["pp"] == self.pp - 1 and at["tp"] == 0
 
 
-@dataclass(frozen=True)
-class PipelinePlan:
+class PipelinePlan(NamedTuple):
     """How the ranks of the axis `pp` share a step, see `plan/pipelining.py`. Its microbatches are those of
     the step's gradient accumulation. `num_blocks`: of each stage; stage `s` lies on rank `s % pp`. `cut`: of
     a user's own model instead the modules with which the stages behind the first begin; neither: the trainer

@@ -1,12 +1,10 @@
 """What is trained (`TrainPlan.model`), the weights it begins with, and what is added to it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mlpipe._core.quantized import Base
-from mlpipe._core.serial import SPARSE
+from mlpipe._core.serial import Sparse
 from mlpipe.plan.entry import Entry
 
 
@@ -27,8 +25,7 @@ class ModelPlan:
     tensor: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class AdapterPlan:
+class AdapterPlan(NamedTuple):
     """Low-rank adapters, see `_core/adapters.py`. `targets`: patterns of layers; empty: all linear layers
     of the blocks. `dropout`: of what goes into an adapter. `dora`: how long the rows are is trained apart.
     `base`: how the weights of these layers are kept, see `_core/quantized.py`; None: as they are."""
@@ -39,7 +36,7 @@ class AdapterPlan:
     dropout: float = 0.0
     rslora: bool = False
     dora: bool = False
-    base: Base | None = field(default=None, metadata=SPARSE)
+    base: Sparse[Base | None] = None
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,8 @@ class FoundWeights:
     key: str
     step: int | None
     digest: str | None
-    files: tuple[str, ...] = field(default=(), metadata=SPARSE)
-    revision: str | None = field(default=None, metadata=SPARSE)
+    files: Sparse[tuple[str, ...]] = ()
+    revision: Sparse[str | None] = None
 
 
 @dataclass(frozen=True)
@@ -73,4 +70,4 @@ class InitPlan:
     strict: bool
     found: FoundWeights | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    revision: str | None = field(default=None, metadata=SPARSE)
+    revision: Sparse[str | None] = None

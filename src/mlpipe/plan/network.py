@@ -70,7 +70,7 @@ def with_rdma(preflight: PreflightPlan, hardware: Hardware) -> PreflightPlan:
     with, unless the stage says itself how fast links must be."""
     speed, least = hardware.speed, preflight.link_bytes_per_second
     rates = [rate for rate in (speed.network_bytes_per_second, speed.rack_bytes_per_second) if rate]
-    return replace(preflight, rdma=True, link_bytes_per_second=least or preflight.slow_ratio * min(rates))
+    return preflight._replace(rdma=True, link_bytes_per_second=least or preflight.slow_ratio * min(rates))
 
 
 def pod_network(pipeline: Pipeline, resources: Resources | None) -> PodNetwork | None:

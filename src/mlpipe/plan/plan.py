@@ -6,10 +6,10 @@ Importable with the standard library alone. Written by `plan/build.py`, read by 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from mlpipe._core.serial import SPARSE, from_plain, read_json, to_plain, write_json
+from mlpipe._core.serial import Sparse, from_plain, read_json, to_plain, write_json
 from mlpipe.kinds import KINDS, Kind
 from mlpipe.plan.cluster import ClusterPlan
 from mlpipe.plan.work import StageWork
@@ -28,8 +28,7 @@ class Replicas(NamedTuple):
     most: int
 
 
-@dataclass(frozen=True)
-class PreflightPlan:
+class PreflightPlan(NamedTuple):
     """What each machine must be able to do before ranks start. `slow_ratio`: of the speed of the others.
     `expected_*`: of one GPU, by the catalogue; None: nobody knows, as of CPUs. `spares`: machines beyond the
     nodes that are asked for, at most."""
@@ -41,8 +40,8 @@ class PreflightPlan:
     link_bytes_per_second: float | None = None
     expected_flops: float | None = None  # of a matmul, at the training's precision
     expected_memory_bytes_per_second: float | None = None
-    rdma: bool = field(default=False, metadata=SPARSE)  # it needs an active port for it, and pinned memory
-    spares: int = field(default=0, metadata=SPARSE)
+    rdma: Sparse[bool] = False  # it needs an active port for it, and pinned memory
+    spares: Sparse[int] = 0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from mlpipe._core.errors import PlanError
@@ -71,7 +70,6 @@ def cluster_plan(
     plan = _of_one_class(pipeline, stage, resources, shared_bytes, host_bytes)
     if plan is None or not stage.groups or resources is None:
         return plan
-    names = [field.name for field in fields(c.GroupPods)]
     groups = []
     for group in stage.groups:
         alone = _of_one_class(
@@ -81,9 +79,9 @@ def cluster_plan(
             shared_bytes,
             host_bytes,
         )
-        own = {name: getattr(alone, name) for name in names if name != "num_nodes"}
+        own = {name: getattr(alone, name) for name in c.GroupPods._fields if name != "num_nodes"}
         groups.append(c.GroupPods(num_nodes=group.gang_nodes, **own))
-    return replace(plan, groups=tuple(groups))
+    return plan._replace(groups=tuple(groups))
 
 
 def _of_one_class(
@@ -101,7 +99,7 @@ def _of_one_class(
     for some in (spec.gpu_pods if pod.gpus_per_node else None, (spec.stages or {}).get(stage.name)):
         placement = _placement(some, placement) if some is not None else placement
     if own := getattr(resources, "node_selector", None):  # of a group of machines
-        placement = replace(placement, node_selector={**placement.node_selector, **own})
+        placement = placement._replace(node_selector={**placement.node_selector, **own})
     gpus = _gpus(spec, pod)
     return c.ClusterPlan(
         form=spec.form,
@@ -251,7 +249,7 @@ class _Gpus(NamedTuple):
     """How a pod asks for its GPUs."""
 
     resource: str
-    label: str = c.ClusterPlan.gpu_label
+    label: str = c.GPU_LABEL
     product: str | None = None
     sharing_label: str | None = None
     claims: c.GpuClaims | None = None

@@ -94,7 +94,7 @@ def train_plan(
         chosen, reason = pick(_with_chat(spec, known), shape, hardware)
         plan = _train_plan(spec, hardware, known, chosen, reason, global_batch(spec))
     if traced is not None and plan.pipeline is not None:
-        plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cut=traced.cut))
+        plan = dataclasses.replace(plan, pipeline=plan.pipeline._replace(cut=traced.cut))
     return dataclasses.replace(
         plan, resume=resume, init_from=init_plan(spec, known), freeze=spec.freeze or ()
     )

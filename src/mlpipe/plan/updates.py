@@ -1,7 +1,5 @@
 """How gradients become new weights (`TrainPlan.optimizer`), and how copies of the weights agree on them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -17,8 +15,7 @@ class ParameterGroup(NamedTuple):
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True)
-class OptimizerPlan:
+class OptimizerPlan(NamedTuple):
     """`name`: of `_core/optimizers.py`; None: the user's own function, by `entry`. `args`: its arguments,
     whichever it is; learning rate and clipping are not among them. `state_bytes_per_parameter`: what it keeps
     between steps for each fp32 parameter. `own_schedule`: a function of the user's, of schedule `own`; called
@@ -56,8 +53,7 @@ class CompressPlan:
     args: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class IslandsPlan:
+class IslandsPlan(NamedTuple):
     """Each island updates by its own gradients, and every `sync_every` steps all agree on the weights, see
     `train/optim/islands.py`. `compress`: a code of `_core/compression.py`; None: fp32. `staleness`: so many
     steps an island goes on while what it told travels, and may be ahead of another."""

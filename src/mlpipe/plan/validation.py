@@ -1,7 +1,5 @@
 """What is measured while a training runs (`TrainPlan.validate`), and what follows from it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,8 +31,7 @@ class StopPlan(NamedTuple):
     min_delta: float
 
 
-@dataclass(frozen=True)
-class ValidatePlan:
+class ValidatePlan(NamedTuple):
     """Validation in training: every so many steps, and after the last one. `sample`: what the text begins
     with that is generated each time; None: none is."""
 

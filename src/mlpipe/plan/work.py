@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from mlpipe._core.serial import SPARSE
+from mlpipe._core.serial import Sparse
 from mlpipe.plan.data import DataPlan
 from mlpipe.plan.mesh import Mesh, PipelinePlan
 from mlpipe.plan.model import AdapterPlan, InitPlan, ModelPlan
@@ -29,8 +29,7 @@ from mlpipe.plan.updates import CompressPlan, EmaPlan, IslandsPlan, OptimizerPla
 from mlpipe.plan.validation import ValidatePlan
 
 
-@dataclass(frozen=True)
-class CheckpointPlan:
+class CheckpointPlan(NamedTuple):
     """Exactly one of the `every_` is set. `keep`: committed checkpoints to retain."""
 
     every_steps: int | None
@@ -70,8 +69,7 @@ class Prediction:
     idle_ratios: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class GroupPlan:
+class GroupPlan(NamedTuple):
     """The machines of one class, of several in a gang. Each of their data ranks (workers that read the same
     samples) has up to `sequences` of a batch, in micro-batches of `micro_batch`, and takes `step_seconds` for
     them. `speed`: of a data rank, 1 on the mean of all. `share_ratio`: of the batch, of all of them together.
@@ -172,12 +170,12 @@ class TrainPlan(StageWork):
     validate: ValidatePlan | None = None  # None: nobody measures while it trains
     pipeline: PipelinePlan | None = None  # where `mesh.pp` is above 1
     # Where `mesh.cp` is above 1: keys and values of whole sequences at once, or those of a rank at a time.
-    context_exchange: ContextExchange = field(default="all_gather", metadata=SPARSE)
-    offload: Offload = field(default="off", metadata=SPARSE)
-    loss: Loss = field(default="logits", metadata=SPARSE)
-    float8: bool = field(default=False, metadata=SPARSE)  # products of the blocks' linear layers
+    context_exchange: Sparse[ContextExchange] = "all_gather"
+    offload: Sparse[Offload] = "off"
+    loss: Sparse[Loss] = "logits"
+    float8: Sparse[bool] = False  # products of the blocks' linear layers
     # Of a worker on a GPU, that wait on the host; None: none, or unknown.
-    host_memory_bytes: int | None = field(default=None, metadata=SPARSE)
+    host_memory_bytes: Sparse[int | None] = None
     compress: CompressPlan | None = None  # None: gradients are sent as they are
     islands: IslandsPlan | None = None  # None: gradients are averaged in every step
     # Bytes of gradients that travel together, where copies average them as they come; `auto`: measured before
@@ -186,7 +184,7 @@ class TrainPlan(StageWork):
     profile: ProfilePlan | None = None  # None: only when somebody asks
     # Of machines that differ, in the order of their ranks. `micro_batch` is then the smallest of theirs,
     # `accumulation` the most microbatches, `activation_checkpointing` what most is computed again.
-    groups: tuple[GroupPlan, ...] = field(default=(), metadata=SPARSE)
+    groups: Sparse[tuple[GroupPlan, ...]] = ()
 
     @property
     def exact_sums(self) -> bool:

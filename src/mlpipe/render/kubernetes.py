@@ -338,7 +338,7 @@ def _coordinator_job(plan: Plan, name: str, cluster: ClusterPlan, own: dict[str,
 
 def _replica_job(plan: Plan, number: int, cluster: ClusterPlan, own: dict[str, str], config: str) -> Json:
     """By itself, so that what befalls its node, or a queue that takes it back, befalls no other."""
-    alone = replace(cluster, form="indexed-job")
+    alone = cluster._replace(form="indexed-job")
     template = worker_template(plan, alone, own | {"sidecar.istio.io/inject": "false"}, config, "")
     numbered = own | {names.REPLICA: str(number)}
     template["metadata"]["labels"] |= {names.REPLICA: str(number)}

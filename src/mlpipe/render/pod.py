@@ -4,8 +4,7 @@ to SCRATCH, CACHE and /tmp, and reads the variables of `docs/reference/environme
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from posixpath import normpath
 from typing import Any
@@ -147,8 +146,7 @@ def _network(spec: Json, annotations: Json, network: PodNetwork) -> None:
 def coordinator_template(plan: Plan, cluster: ClusterPlan, labels: Json, config: str) -> Json:
     """The pod template of the process in which the replicas of an elastic training meet: no GPU, little of
     the rest. It goes to another node soon after its own was lost."""
-    small = replace(
-        cluster.of_run(),
+    small = cluster.of_run()._replace(
         form="indexed-job",
         cpus=0.1,
         memory_bytes=COORDINATOR_BYTES,
@@ -436,7 +434,7 @@ def _compiled(cluster: ClusterPlan) -> dict[str, str]:
     return {name: f"{CACHE}/{folder}" for name, folder in folders.items()}
 
 
-def _secret_env(references: dict[str, SecretKey]) -> list[Json]:
+def _secret_env(references: Mapping[str, SecretKey]) -> list[Json]:
     return [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": reference.secret, "key": reference.key}}}
         for name, reference in sorted(references.items())

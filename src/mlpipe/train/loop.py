@@ -291,7 +291,7 @@ class Loop:
         if self.loss_scale is not None:
             scalars |= self.loss_scale.scalars()
         if self.plan.adapter is not None:
-            scalars["adapter"] = asdict(self.plan.adapter)
+            scalars["adapter"] = self.plan.adapter._asdict()
         if self.plan.init_from is not None:
             scalars["init_from"] = asdict(self.plan.init_from)
         if self.validation is not None:

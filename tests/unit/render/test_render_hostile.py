@@ -98,10 +98,10 @@ def hostile(text: str) -> Plan:
     train = dataclasses.replace(
         TRAINING,
         reason=text,
-        data=dataclasses.replace(TRAINING.data, tokens=text),
+        data=TRAINING.data._replace(tokens=text),
         model=dataclasses.replace(
             TRAINING.model,
-            build=dataclasses.replace(TRAINING.model.build, args={"a": text}),
+            build=TRAINING.model.build._replace(args={"a": text}),
         ),
     )
     return dataclasses.replace(
@@ -109,8 +109,7 @@ def hostile(text: str) -> Plan:
         work=train,
         store_url=f"s3://bucket/{text}",
         launch=dataclasses.replace(TRAIN.launch, env={"OWN": text}),
-        cluster=dataclasses.replace(
-            TRAIN.cluster,
+        cluster=TRAIN.cluster._replace(
             image=text,
             node_selector={"pool": text},
             store_endpoint=text,

@@ -132,7 +132,7 @@ class Trials:
         work = plan.work
         assert isinstance(work, TrainPlan)
         once = replace(plan.launch, max_restarts=0)
-        cluster = plan.cluster and replace(plan.cluster, max_gang_restarts=0)
+        cluster = plan.cluster and plan.cluster._replace(max_gang_restarts=0)
         return replace(plan, work=replace(work, resume=False), launch=once, cluster=cluster)
 
     def seconds(self, config: Config) -> float | None:

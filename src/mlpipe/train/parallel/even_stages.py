@@ -3,7 +3,6 @@ as can be. Counted on one sample, so that every rank, and `mlpipe plan --trace`,
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +33,7 @@ def with_cut(plan: TrainPlan, model: nn.Module, sample: Batch) -> PipelinePlan:
         return pipeline
     found = children(model, sample, plan.model.seq_len)
     cut = even(found, plan.mesh.pp * stages_per_rank(pipeline.schedule), entry)
-    return replace(pipeline, cut=cut)
+    return pipeline._replace(cut=cut)
 
 
 def even(found: tuple[Child, ...], num_stages: int, entry: str) -> tuple[str, ...]:
