@@ -23,8 +23,8 @@ from mlpipe.plan.model import AdapterPlan, ModelPlan
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.plan import SCHEMA_VERSION, Launch, Plan
 from mlpipe.plan.shapes.dense import Dense
-from mlpipe.plan.shapes.frozen import without
 from mlpipe.plan.shapes.shape import StepShape
+from mlpipe.plan.shapes.trained import without
 from mlpipe.plan.updates import OptimizerPlan
 from mlpipe.plan.work import CheckpointPlan, Prediction, TrainPlan
 

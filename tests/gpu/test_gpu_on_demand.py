@@ -4,7 +4,6 @@ others. What goes over NVLink is not tested here."""
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def test_who_waits_for_nobody_trains_the_same(tmp_path):
     data = write_chat(tmp_path / "chat")
     free = packed(data, "balanced")
     tokens = plans.write_tokens(tmp_path / "tokens")
-    model = replace(plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN), seq_len=SEQ_LEN)
+    model = plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN)._replace(seq_len=SEQ_LEN)
     own: dict[str, Any] = {
         "device": "cuda", "argv": ("-m", "kit.one_gpu"), "env": {OVERLAPPING: "1"}
     }  # fmt: skip

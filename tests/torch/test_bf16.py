@@ -41,7 +41,7 @@ CONFIG = MoeConfig(
 )  # fmt: skip
 EXPERTS: dict[str, Any] = {"model": ModelPlan(Entry(MOE, dataclasses.asdict(CONFIG)), "test", 32, ())}
 # whole vectors of keys: the kernel of a CPU rounds the rest otherwise
-DENSE: dict[str, Any] = {"model": dataclasses.replace(plans.model_plan(), seq_len=64)}
+DENSE: dict[str, Any] = {"model": plans.model_plan()._replace(seq_len=64)}
 LAYERS: dict[str, Any] = {**DENSE, "activation_checkpointing": "selective"}
 ROUNDED: dict[str, Any] = {"deterministic": False}
 RUNS: dict[str, tuple[Mesh, dict[str, Any]]] = {

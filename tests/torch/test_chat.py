@@ -138,7 +138,7 @@ def test_packed_rows_are_the_samples_and_the_probe_sees_the_largest(data):
     """Nothing is padded; a rank for whom nothing is left computes one that does not count."""
     dataset = open_dataset(data, split="train", seq_len=SEQ_LEN)
     made = plans.train_plan("store", plans.write_tokens(Path(data.chat.path).parent / "tokens")).work
-    model = replace(plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN), seq_len=SEQ_LEN)
+    model = plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN)._replace(seq_len=SEQ_LEN)
     work = replace(made, model=model, global_batch=3, data=packed(data, "balanced"))
     indices = samples_at(dataset, work.seed, np.arange(3))
     expected = sorted(tuple(map(tuple, map(np.ndarray.tolist, dataset.sample(i)))) for i in indices.tolist())
@@ -165,7 +165,7 @@ def test_packed_rows_are_the_samples_and_the_probe_sees_the_largest(data):
     assert idle[1] > 0.0
     loader = uneven_loader(work, dataset, World(Mesh(), 0, torch.device("cpu")), 2)
     assert [one.num_tokens for one in loader.largest()] == [2 * SEQ_LEN] * 2
-    many = replace(work, global_batch=8, model=replace(model, seq_len=8 * SEQ_LEN))  # that lie in one row
+    many = replace(work, global_batch=8, model=model._replace(seq_len=8 * SEQ_LEN))  # that lie in one row
     loader = uneven_loader(many, dataset, World(Mesh(), 0, torch.device("cpu")), 1)
     assert [one.num_tokens for one in loader.largest()] == [np.sort(dataset.lengths)[-8:].sum()] * 2
     padded = uneven_loader(replace(work, data=data), dataset, World(Mesh(), 0, torch.device("cpu")), 3)
@@ -179,7 +179,7 @@ def test_a_training_goes_on_at_the_very_sample_on_other_ranks(data, tmp_path):
     with a sample a row; two balanced ones of two others, that share the weights, and two of one, packed. Two
     files are mixed."""
     data = mixed(data)
-    model = replace(plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN), seq_len=SEQ_LEN)
+    model = plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN)._replace(seq_len=SEQ_LEN)
     whole, half = (
         plans.train_plan(
             tmp_path / "store",

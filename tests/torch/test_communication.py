@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
             ways[name] = *ways[way][:2], {**ways[way][2], **fewer}
         ways["few_nodes"][2]["steps"] = STEPS // 2
         ways["few_rest"][2].update(run_id="few_nodes", attempt=2)
-    model = replace(plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN), seq_len=SEQ_LEN)
+    model = plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN)._replace(seq_len=SEQ_LEN)
     common: dict[str, Any] = {"model": model, "global_batch": 8, "micro_batch": 1, "steps": STEPS}
     common |= {"accumulation": 8 // world_size, "every": STEPS}
     tokens = plans.write_tokens(tmp_path / "tokens")
@@ -119,7 +118,7 @@ def test_killed_within_a_step_it_goes_on_and_leaves_nothing(tmp_path):
     tokens = plans.write_tokens(tmp_path / "tokens")
     args = {"what": "kill", "at": 16, "rank": 1, "counter": str(tmp_path / "counter")}
     model = ModelPlan(Entry("kit.models:misbehaving", args), None, 32, ())
-    never = replace(model, build=Entry("kit.models:misbehaving", {**args, "at": 10**9}))
+    never = model._replace(build=Entry("kit.models:misbehaving", {**args, "at": 10**9}))
     common: dict[str, Any] = {"steps": 12, "every": 4, "accumulation": 2}
     struck = plans.train_plan(
         tmp_path / "store", tokens, run_id="struck", model=model, launch={"max_restarts": 1}, micro_batch=2,

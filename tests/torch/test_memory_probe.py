@@ -37,7 +37,7 @@ def wide(tmp_path: Path, **changes: Any) -> TrainPlan:
     plan = train_plan("unused", tmp_path, strategy="single", world_size=1, micro_batch=32)
     train = cast(TrainPlan, plan.work)
     args = {**train.model.build.args, "vocab_size": 8192}
-    model = dataclasses.replace(train.model, build=Entry(train.model.build.entry, args))
+    model = train.model._replace(build=Entry(train.model.build.entry, args))
     return dataclasses.replace(train, model=model, accumulation=1, **changes)
 
 

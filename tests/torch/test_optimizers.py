@@ -605,7 +605,7 @@ def training(folder: Path, name: str, way: Any, world_size: int, **changes: Any)
         clip_value=0.001 if name in ("lion", "muon") else None,
         groups=GROUPS,
     )
-    model = replace(train.model, build=Entry(train.model.build.entry, asdict(config)))
+    model = train.model._replace(build=Entry(train.model.build.entry, asdict(config)))
     ema = None if OPTIMIZERS[name].averages else EmaPlan(0.8, every=3)
     return replace(plan, work=replace(train, model=model, optimizer=optimizer, ema=ema))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ def test_packed_and_padded_they_train_the_same(tmp_path):
     """Balanced with equally many microbatches, and with as many as it takes; the same batches: each token of
     each sample is trained on once."""
     tokens = plans.write_tokens(tmp_path / "tokens")
-    model = replace(plans.model_plan(max_seq_len=SEQ_LEN), seq_len=SEQ_LEN)
+    model = plans.model_plan(max_seq_len=SEQ_LEN)._replace(seq_len=SEQ_LEN)
     common: dict[str, Any] = {
         "model": model, "steps": 4, "every": 4, "global_batch": 8, "micro_batch": 1, "accumulation": 4
     }  # fmt: skip

@@ -283,7 +283,7 @@ def trained(tmp_path_factory):
     def plan(run, function, strategy, data=points, **args):
         return plans.train_plan(
             folder / "store", tokens, strategy=strategy, steps=STEPS, every=STEPS, run_id=run,
-            model=replace(model_plan(function, **args), seq_len=32 if function == "tutorial" else 1),
+            model=model_plan(function, **args)._replace(seq_len=32 if function == "tutorial" else 1),
             **({} if data is None else {"data": data}), num_flops_per_token=None,
         )  # fmt: skip
 

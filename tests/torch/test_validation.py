@@ -43,7 +43,7 @@ DRAWS = MetricPlan("draws", "kit.metrics:Draws")
 
 
 def validate(*metrics: MetricPlan, **changes: Any) -> ValidatePlan:
-    return replace(ValidatePlan(EVERY, SAMPLES * SEQ_LEN, metrics), **changes)
+    return ValidatePlan(EVERY, SAMPLES * SEQ_LEN, metrics)._replace(**changes)
 
 
 def plan_of(folder: Path, run_id: str, strategy: Any, world_size: int, entry: Entry, **changes: Any) -> Plan:

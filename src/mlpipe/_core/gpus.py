@@ -1,8 +1,6 @@
 """The classes of GPUs, as clusters call them: resources, labels, slices. A table in `gpus.json`; their speeds
 are in `plan/catalogue.json`. Here, because the file's rules, the planner and the pods go by it."""
 
-from __future__ import annotations
-
 import json
 from functools import lru_cache
 from pathlib import Path

@@ -5,8 +5,6 @@ This table lies in the lowest layer because three layers follow it: `spec` accep
 entry here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

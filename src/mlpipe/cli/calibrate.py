@@ -16,7 +16,7 @@ from mlpipe.cli.session import CliSession, shared
 if TYPE_CHECKING:
     from mlpipe._core.load import Load
     from mlpipe.plan.calibration import Calibration
-    from mlpipe.plan.speed import Measured
+    from mlpipe.plan.measured import Measured
 
 T = TypeVar("T")
 _DEADLINE_SECONDS = 120.0  # of a machine of its own: 10 to 25 s
@@ -133,7 +133,7 @@ def _measure(session: CliSession, ranks: int, threads: int) -> Measured:
     from mlpipe._core.errors import TrainError
     from mlpipe._core.serial import from_plain
     from mlpipe.plan.allocators import glibc
-    from mlpipe.plan.speed import Measured
+    from mlpipe.plan.measured import Measured
 
     with tempfile.TemporaryDirectory(prefix="mlpipe-calibrate-") as folder:
         written = Path(folder) / "measured.json"

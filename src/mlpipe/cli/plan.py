@@ -48,6 +48,7 @@ def command(
 ) -> None:
     """Show what will run and why: strategies compared, memory and time by cause, cost."""
     from mlpipe._core.errors import PlanError
+    from mlpipe._core.serial import to_plain
     from mlpipe.plan.ahead import named, plan_stage
     from mlpipe.spec.load import read_pipeline
 
@@ -76,7 +77,7 @@ def command(
                 "stage": name,
                 "kind": plan.kind.name,
                 "hardware": asdict(where),
-                "strategies": [asdict(each) for each in candidates],
+                "strategies": to_plain(candidates),
                 "plan": plan.to_plain(),
             }
         if where.groups and (nodes or groups or budget_usd is not None or deadline):
@@ -179,11 +180,12 @@ def _more(pipeline: Pipeline, planned: StagePlan, asked: _Asked, document: dict[
         document["explanation"] = told
         lines += ["", *(f"  {line}" for line in told)]
     if asked.nodes or asked.budget_usd is not None or asked.deadline:
+        from mlpipe._core.serial import to_plain
         from mlpipe.cli.plan_table import scaling
         from mlpipe.plan.scaling import scale_stage, within
 
         rows = scale_stage(pipeline, plan.stage, hardware, asked.nodes or "1..64", planned.traced)
-        document["nodes"] = [asdict(row) for row in rows]
+        document["nodes"] = to_plain(rows)
         lines += ["", *scaling(rows)]
         if plan.launch.replicas is not None:
             alone = plan.work.training.islands is None
@@ -201,11 +203,12 @@ def _more(pipeline: Pipeline, planned: StagePlan, asked: _Asked, document: dict[
             document["within"] = {"nodes": row.num_nodes, "reason": why}
             lines += [f"  {why}"]
     if asked.groups:
+        from mlpipe._core.serial import to_plain
         from mlpipe.cli.plan_table import groups, mixed_words
         from mlpipe.plan.asked_groups import plan_groups
 
         mixed = plan_groups(pipeline, plan.stage, hardware, asked.groups, planned.traced)
-        document["groups"] = asdict(mixed)
+        document["groups"] = to_plain(mixed)
         lines += ["", *groups(mixed.groups), *mixed_words(mixed)]
     return lines
 

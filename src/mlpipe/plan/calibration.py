@@ -17,7 +17,8 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.files import read_file, write_whole
 from mlpipe._core.load import Load
 from mlpipe._core.serial import from_json, leaves, to_json, to_plain
-from mlpipe.plan.speed import Measured, Speed
+from mlpipe.plan.measured import Measured
+from mlpipe.plan.speed import Speed
 
 SCHEMA_VERSION = 1
 _MAX_BYTES = 2**24

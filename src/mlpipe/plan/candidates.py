@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from mlpipe._core import feasibility, meshes, pipelines
@@ -19,7 +18,7 @@ from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost, optimizer_cost
 from mlpipe.plan.pricing import Choices, Pricer, Training
 from mlpipe.plan.settings import CHECKPOINTING, Checkpointing, Communication, ContextExchange, Precision
-from mlpipe.plan.shapes import frozen
+from mlpipe.plan.shapes import trained
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.updates import CompressPlan, IslandsPlan
@@ -136,7 +135,7 @@ def enumerate_candidates(
                 strategy, possible[0], sizes[0][0], modes[0], precision, wanted, None, True, reason
             )
             way = communications_of(spec, possible[0])[-1]
-            candidates.append(replace(unpriced, communication=way))
+            candidates.append(unpriced._replace(communication=way))
             continue
         for mesh, micro in zip(possible, sizes, strict=True):
             for each in _precisions(peaks, precision) if every else (precision,):
@@ -524,7 +523,7 @@ def exchange_of(spec: Train) -> ContextExchange | Literal["auto"]:
 
 def priced(plan: TrainPlan, hardware: Hardware) -> Candidate:
     """What was planned for a preset, perhaps by other figures, on `hardware`, which has as many workers."""
-    shape = frozen.planned(plan)
+    shape = trained.planned(plan)
     assert shape is not None
     training = Training(
         global_batch=plan.global_batch,

@@ -1,12 +1,9 @@
 """Which of the candidates to train by, and why. Standard library only. Offloading to the host is no
 candidate of `auto`: what a host has left nobody knows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mlpipe._core.errors import PlanError
 from mlpipe.plan.memory import MemoryEstimate
@@ -21,8 +18,7 @@ _TIGHT = 0.92  # of the memory: what uses more fits if the estimate is right
 ROOM_WINDOW = 1.05  # times the least seconds: for what leaves memory free
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One way. `mesh`, `micro_batch` and the figures are None where it cannot run (see `reason`); `memory`
     and what follows also for a user's own model, whose size is not known before it is built. `asked`: the
     file leaves it open or names it. `hours` and `usd`: of the whole run, without restarts and queues."""

@@ -14,7 +14,7 @@ from mlpipe.plan.choose import Candidate, smallest
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.optimizers import optimizer_cost
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.shapes import frozen, presets
+from mlpipe.plan.shapes import presets, trained
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.updates import CompressPlan
 from mlpipe.plan.work import TrainPlan
@@ -64,7 +64,7 @@ def explanation(
     )
     asked = [candidate for candidate in candidates if candidate.asked]
     told += _rejected(asked, chosen)
-    told += axis_reasons(spec, frozen.planned(train), hardware, candidates, chosen)
+    told += axis_reasons(spec, trained.planned(train), hardware, candidates, chosen)
     told += _exchange(train, chosen, hardware)
     told.append(f"So {train.reason}.")
     told += _links(train, chosen, hardware)
@@ -74,7 +74,7 @@ def explanation(
 
 def _frozen(train: TrainPlan) -> Iterator[str]:
     """What is trained, where that is not all."""
-    shape = frozen.planned(train)
+    shape = trained.planned(train)
     if (train.freeze or train.adapter is not None) and shape is not None:
         counts = shape.parameters
         yield (
@@ -113,7 +113,7 @@ def _experts(train: TrainPlan) -> Iterator[str]:
 
 def _update(train: TrainPlan) -> Iterator[str]:
     """What a step of the optimizer moves."""
-    shape = frozen.planned(train)
+    shape = trained.planned(train)
     if shape is None:
         return
     cost, parameters = optimizer_cost(train), shape.parameters.trained
@@ -133,7 +133,7 @@ def _update(train: TrainPlan) -> Iterator[str]:
 
 def _state_bytes(train: TrainPlan) -> float:
     """For each parameter, on average; of a user's own model as the optimizer's table says."""
-    shape = frozen.planned(train)
+    shape = trained.planned(train)
     if shape is None:
         return train.optimizer.state_bytes_per_parameter
     return optimizer_cost(train).state_bytes_per_parameter(shape.parameters.trained)
@@ -170,7 +170,7 @@ def _link_advice(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Ite
     copies = train.mesh.dp_replicate == train.mesh.world_size > 1
     if not copies or train.compress is not None or train.islands is not None:
         return
-    shape = frozen.planned(train)
+    shape = trained.planned(train)
     if shape is None or shape.widths.get("num_experts"):
         return
     coded = priced(replace(train, compress=CompressPlan(_MILDEST)), hardware)
@@ -198,7 +198,7 @@ def _rejected(asked: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
 
 def lint(train: TrainPlan, chosen: Candidate, candidates: Sequence[Candidate]) -> Iterator[str]:
     """Advice with the gain to expect and its source."""
-    shape = frozen.planned(train)
+    shape = trained.planned(train)
     if shape is not None:
         yield from _shapes(shape.widths)
     if train.precision == "fp32":

@@ -6,7 +6,7 @@ import math
 
 from mlpipe.plan.memory import saved_bytes
 from mlpipe.plan.optimizers import optimizer_cost
-from mlpipe.plan.shapes import frozen
+from mlpipe.plan.shapes import trained
 from mlpipe.plan.work import TrainPlan
 
 # The floor: a step and a save of any model that fits a few GPUs. The ceiling: for whoever waits.
@@ -17,7 +17,7 @@ SAVE_BYTES_PER_SECOND = 100e6
 
 def checkpoint_bytes(train: TrainPlan) -> int | None:
     """Weights and optimizer states; None for a user's own model, whose size shows when it runs."""
-    shape = frozen.planned(train)
+    shape = trained.planned(train)
     if shape is None or train.num_flops_per_token is None:
         return None
     return saved_bytes(shape.parameters, optimizer_cost(train), num_ranks=1)

@@ -189,7 +189,7 @@ def _try(
     each = (way.best.activation_checkpointing for way in ways if isinstance(way, _Way))
     most = max(each, key=tuple[str, ...](CHECKPOINTING).index)
     least = cast(_Way, ways[0]).best
-    found.append((replace(least, activation_checkpointing=most), mixed))
+    found.append((least._replace(activation_checkpointing=most), mixed))
 
 
 def _with_mesh(spec: Train, mesh: Mesh) -> Train:
@@ -417,7 +417,7 @@ def with_shares(plan: TrainPlan, mixed: MixedPlan) -> TrainPlan:
     if predicted is not None and mixed.step_seconds is not None:
         fullest = max(one.memory_bytes or 0 for one in groups)
         seconds = float(f"{mixed.step_seconds:.{_DIGITS}g}")
-        predicted = replace(predicted, memory_bytes=fullest, step_seconds=seconds)
+        predicted = predicted._replace(memory_bytes=fullest, step_seconds=seconds)
     return replace(
         plan,
         groups=groups,

@@ -5,9 +5,7 @@ The trainer keeps fp32 weights, gradients and optimizer states whatever the prec
 fp16 the matmuls see copies of the weights in it, which are counted as buffers. Standard library only.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mlpipe.plan import allocators
 from mlpipe.plan.axes import active
@@ -24,8 +22,7 @@ from mlpipe.plan.tensors import (
 )
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """Bytes on one rank at the peak of a step. `buffers`: copies and communication. `context`: what the
     process holds before the first tensor. `slack`: what the allocator cannot use. `reused`: what is not alive
     at the same time, as gradients that come to life when activations die; subtracted."""
@@ -51,9 +48,9 @@ class MemoryEstimate:
         """All that the process needs."""
         return self.tensors + self.context + self.slack
 
-    def scaled(self, ratio: float) -> MemoryEstimate:
+    def scaled(self, ratio: float) -> "MemoryEstimate":
         """By what finished runs needed; the difference counts as slack, which may so become negative."""
-        return replace(self, slack=self.slack + int((ratio - 1) * self.total)) if ratio != 1 else self
+        return self._replace(slack=self.slack + int((ratio - 1) * self.total)) if ratio != 1 else self
 
 
 def rank_tensors(work: RankWork) -> RankTensors:
@@ -126,7 +123,7 @@ def estimate(work: RankWork, device: str) -> MemoryEstimate:
         context=reserved.context,
         slack=reserved.slack,
     )
-    return replace(causes, reused=causes.tensors - tensors.peak)
+    return causes._replace(reused=causes.tensors - tensors.peak)
 
 
 def saved_bytes(parameters: ParameterCounts, optimizer: OptimizerCost, num_ranks: int) -> int:

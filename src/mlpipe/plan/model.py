@@ -1,5 +1,6 @@
 """What is trained (`TrainPlan.model`), the weights it begins with, and what is added to it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -8,8 +9,7 @@ from mlpipe._core.serial import Sparse
 from mlpipe.plan.entry import Entry
 
 
-@dataclass(frozen=True)
-class ModelPlan:
+class ModelPlan(NamedTuple):
     """`build(**args)` returns the plain module. For a preset, `build` is mlpipe's own Llama.
 
     `blocks` names the modules to shard, checkpoint and compile ("layers", or "encoder.layers"); empty:
@@ -22,7 +22,7 @@ class ModelPlan:
     preset: str | None
     seq_len: int
     blocks: tuple[str, ...]
-    tensor: dict[str, str] = field(default_factory=dict)
+    tensor: Mapping[str, str] = {}
 
 
 class AdapterPlan(NamedTuple):

@@ -13,8 +13,6 @@ zero_bubble   1f1b with backward passes in two parts; W fills what would be idle
 Standard library only. The orders are those of `torch.distributed.pipelining`, which a test compares.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache

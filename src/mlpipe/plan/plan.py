@@ -4,8 +4,6 @@ reads. What a stage does stands in `work.py`, and in `kinds/<kind>/plan.py`.
 Importable with the standard library alone. Written by `plan/build.py`, read by `train/` and `submit/`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -124,7 +122,7 @@ class Plan:
         return write_json(self.to_plain())
 
     @staticmethod
-    def from_json(text: str | bytes) -> Plan:
+    def from_json(text: str | bytes) -> "Plan":
         """Of this version, or of another if it means the same here (see `_core/serial.py`). Raises ValueError
         naming the path of what does not fit."""
         from mlpipe.plan.older import of_this_version

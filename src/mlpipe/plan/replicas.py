@@ -30,13 +30,12 @@ def best_on(spec: Train, shape: ModelShape, hardware: Hardware, num_nodes: int) 
     sent = GRADIENT_BYTES * trained.total if islands is None else of_islands(islands, trained).reduced_bytes
     there = replace(hardware, num_nodes=num_nodes)
     exposed = Wire(there).all_reduce(sent / layout.num_updating_ranks, num_nodes, num_workers)
-    seconds = replace(best.seconds, communication=best.seconds.communication + exposed)
+    seconds = best.seconds._replace(communication=best.seconds.communication + exposed)
     hours = best.hours + spec.steps * exposed / 3600
     price = hardware.price_usd_per_device_hour
     usd = None if price is None else price * there.world_size * hours
     num_tokens = best.num_tokens * batch / part
-    return replace(
-        best,
+    return best._replace(
         seconds=seconds,
         tokens_per_second=num_tokens / seconds.total,
         mfu_ratio=None,

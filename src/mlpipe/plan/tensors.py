@@ -1,8 +1,6 @@
 """Tensors on one rank, by cause. What an axis of the mesh makes of them stands in `plan/axes/`, what an
 allocator does in `plan/allocators/`. Standard library only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -1,11 +1,9 @@
 """Seconds of an optimizer step, by cause: passes from the model's kernels, communication from the axes of the
 mesh, the update and the saves from the bytes that they move. Standard library only."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlpipe.plan.axes.axis import Layout, Passes
 from mlpipe.plan.hardware import Hardware, cpu_speed
@@ -21,8 +19,7 @@ _STALL_CPU, _STALL_GPU = 0.1 / 2**30, 1 / 20e9
 _SPREAD = 0.05 / 2.85
 
 
-@dataclass(frozen=True)
-class StepSeconds:
+class StepSeconds(NamedTuple):
     """Of one optimizer step. `communication`: what computing does not hide. `save`: the waits for
     checkpoints, spread over the steps between two."""
 

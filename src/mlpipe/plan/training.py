@@ -44,7 +44,7 @@ from mlpipe.plan.model import AdapterPlan, InitPlan, ModelPlan
 from mlpipe.plan.pricing import flags_of
 from mlpipe.plan.references import stage_named
 from mlpipe.plan.settings import Communication, ContextExchange, compiled
-from mlpipe.plan.shapes import frozen, presets
+from mlpipe.plan.shapes import presets, trained
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.stages import num_blocks_of
@@ -146,7 +146,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
 
 def shape_of(spec: Train, known: Known, traced: Traced | None = None) -> ModelShape | None:
     """What the model's size is read off; None: a user's own that nobody has traced. Raises PlanError."""
-    return frozen.without(_preset(spec, known) or traced, spec.freeze, adapter_plan(spec))
+    return trained.without(_preset(spec, known) or traced, spec.freeze, adapter_plan(spec))
 
 
 def trainings(pipeline: Pipeline) -> dict[str, Train]:

@@ -1,6 +1,6 @@
 """How gradients become new weights (`TrainPlan.optimizer`), and how copies of the weights agree on them."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from mlpipe.plan.entry import Entry
@@ -45,12 +45,11 @@ class EmaPlan(NamedTuple):
     every: int = 1
 
 
-@dataclass(frozen=True)
-class CompressPlan:
+class CompressPlan(NamedTuple):
     """How gradients are sent: `name` and `args` as in `_core/compression.py`."""
 
     name: str
-    args: dict[str, float] = field(default_factory=dict)
+    args: Mapping[str, float] = {}
 
 
 class IslandsPlan(NamedTuple):

@@ -1,19 +1,18 @@
 """What is measured while a training runs (`TrainPlan.validate`), and what follows from it."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mlpipe._core.gate import Mode
 
 
-@dataclass(frozen=True)
-class MetricPlan:
+class MetricPlan(NamedTuple):
     """`name`: of `_core/gate.py`, or what the user calls one of their own, which has an `entry`: a class
     or function `package.module:name`, called with `args`."""
 
     name: str
     entry: str | None = None
-    args: dict[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = {}
 
 
 class BestPlan(NamedTuple):

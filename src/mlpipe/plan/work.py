@@ -5,8 +5,7 @@ Importable with the standard library alone. Sequences are the unit of a batch:
 `global_batch = micro_batch * num_data_ranks * accumulation`.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -46,17 +45,15 @@ class CallbackPlan(NamedTuple):
     ranks: Literal["first", "all"] = "first"
 
 
-@dataclass(frozen=True)
-class TrackerPlan:
+class TrackerPlan(NamedTuple):
     """Who is told how the training goes, by its settings in the file. No credentials: those come from the
     environment."""
 
     name: Literal["tensorboard", "mlflow", "wandb"]
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """What the planner expects of a step: bytes on the fullest rank at the peak, the process with all it
     holds; seconds. The ratios are corrections of a calibration by earlier runs, contained in both.
     `idle_ratios`: by ways to communicate, the share of the workers' time for which they wait since samples
@@ -66,7 +63,7 @@ class Prediction:
     step_seconds: float
     memory_ratio: float
     time_ratio: float
-    idle_ratios: dict[str, float] = field(default_factory=dict)
+    idle_ratios: Mapping[str, float] = {}
 
 
 class GroupPlan(NamedTuple):
@@ -101,7 +98,7 @@ class StageWork:
         raise NotImplementedError
 
     @property
-    def training(self) -> TrainPlan:
+    def training(self) -> "TrainPlan":
         """Of a kind that runs in workers: what each rank is told of the model, its data and the mesh."""
         raise NotImplementedError
 
@@ -214,5 +211,5 @@ class TrainPlan(StageWork):
         return self.reason
 
     @property
-    def training(self) -> TrainPlan:
+    def training(self) -> "TrainPlan":
         return self

@@ -4,12 +4,9 @@ Keys are relative and `/`-separated; `..`, empty parts, control characters and a
 Every call has a deadline and ends; what cannot be reached raises StoreError (infrastructure).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mlpipe._core.errors import StoreError
 
@@ -38,8 +35,7 @@ def check_prefix(prefix: str) -> str:
     return check_key(prefix) + "/" if prefix else ""
 
 
-@dataclass(frozen=True)
-class ObjectInfo:
+class ObjectInfo(NamedTuple):
     """`modified`: Unix seconds."""
 
     key: str

@@ -6,12 +6,14 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
-from mlpipe._core.files import expand_user
-from mlpipe.store.base import Store
+
+if TYPE_CHECKING:
+    from mlpipe.store.base import Store
 
 DEFAULT_STORE = "./runs"
 _KINDS = "write a folder, file:///folder or s3://bucket/prefix"
@@ -63,4 +65,6 @@ def _path_of(url: str) -> Path:
             hint=_KINDS,
             kind="input",
         )
+    from mlpipe._core.files import expand_user  # which no bucket needs
+
     return expand_user(url)

@@ -27,11 +27,11 @@ from torch.distributed.fsdp import fully_shard
 
 from mlpipe._core.serial import to_json
 from mlpipe.plan.allocators import glibc
+from mlpipe.plan.measured import KernelRates, Measured
 from mlpipe.plan.optimizers import traffic_bytes
 from mlpipe.plan.reference import BLOCK, REFERENCE
 from mlpipe.plan.settings import Precision
 from mlpipe.plan.shapes.dense import traffic_block
-from mlpipe.plan.speed import KernelRates, Measured
 from mlpipe.store.open import open_store
 from mlpipe.train.loss import cross_entropy_sum
 from mlpipe.train.measure import reference_passes

@@ -67,7 +67,7 @@ class Metric:
         """Raises TrainError (input) for an entry that makes no metric."""
         self.name = plan.name
         self.entry = plan.entry or ""
-        entry = Entry(self.entry, plan.args)
+        entry = Entry(self.entry, dict(plan.args))
         make = load_entry(entry)
         try:
             made = make(**entry.args)

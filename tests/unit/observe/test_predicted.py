@@ -22,8 +22,8 @@ from mlpipe.observe.runview import view_run
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.calibration import Calibration, Compared, load, save
 from mlpipe.plan.hardware import CPU_CORE
+from mlpipe.plan.measured import KernelRates, Measured
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.speed import KernelRates, Measured
 from mlpipe.plan.work import Prediction, TrainPlan
 from mlpipe.spec.load import load_pipeline, load_pipeline_text
 from mlpipe.store.base import Store

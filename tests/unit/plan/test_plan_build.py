@@ -24,11 +24,11 @@ from mlpipe.plan.allocators import glibc
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.candidates import micro_batches, precision_on
 from mlpipe.plan.hardware import CATALOGUE, CPU_CORE, GIB, GPUS, Hardware, detect_hardware
+from mlpipe.plan.measured import KernelRates
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import traffic_bytes
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.settings import STRATEGIES
-from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.training import compare
 from mlpipe.plan.updates import EmaPlan, ParameterGroup

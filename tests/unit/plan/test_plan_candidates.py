@@ -23,6 +23,7 @@ from mlpipe.plan.candidates import _validations, exchange_of, precision_on
 from mlpipe.plan.choose import Candidate, choose, rank, verdict
 from mlpipe.plan.hardware import CPU_CORE, GIB, GPUS, Hardware
 from mlpipe.plan.kernels import Kernels, copy_seconds
+from mlpipe.plan.measured import KernelRates
 from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
@@ -33,7 +34,6 @@ from mlpipe.plan.settings import Strategy
 from mlpipe.plan.shapes.dense import Dense, traffic_block, traffic_by_width
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES
-from mlpipe.plan.speed import KernelRates
 from mlpipe.plan.strategies import ORDER, hsdp
 from mlpipe.plan.time import offload_seconds, passes, save_seconds
 from mlpipe.plan.training import compare
@@ -162,7 +162,7 @@ def test_units_of_time_and_cost_agree() -> None:
     assert best.usd_per_million_tokens == pytest.approx((best.usd or 0) / (100_000 * 1.048576))
     memory = best.memory
     assert memory is not None
-    parts = dataclasses.asdict(memory)
+    parts = memory._asdict()
     assert memory.total == sum(parts.values()) - 2 * parts["reused"]
     unpriced = compare(llm(), "train", dataclasses.replace(gpus(num_nodes=2), price_usd_per_device_hour=None))
     assert {c.usd for c in unpriced} == {None}

@@ -16,8 +16,9 @@ from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
 from mlpipe.plan.shapes.dense import Dense
-from mlpipe.plan.shapes.frozen import Adapted, Frozen, without
+from mlpipe.plan.shapes.frozen import Adapted, Frozen
 from mlpipe.plan.shapes.shape import Part, StepShape
+from mlpipe.plan.shapes.trained import without
 from mlpipe.plan.tensors import total
 from mlpipe.plan.time import passes
 from mlpipe.plan.wire import Wire

@@ -13,7 +13,7 @@ from mlpipe._core.errors import MlpipeError, SpecError
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.model import AdapterPlan
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.shapes import frozen, presets, pretrained
+from mlpipe.plan.shapes import frozen, presets, pretrained, trained
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store.folder import FolderStore
 
@@ -135,7 +135,7 @@ def test_experts_are_planned_by_what_the_config_says(tmp_path: Path) -> None:
     args = plan.work.training.model.build.args
     assert (args["router"], args["balance_rate"], "normalised" in args) == ("softmax", 0.0, False)
     assert pretrained.sizes_of({**MOE, "norm_topk_prob": False}, "").args()["normalised"] is False
-    adapted = frozen.without(presets.planned(plan.work.training.model), (), AdapterPlan(4, 4.0))
+    adapted = trained.without(presets.planned(plan.work.training.model), (), AdapterPlan(4, 4.0))
     assert isinstance(adapted, frozen.Adapted)
     assert sum(one.size for one in adapted.trained) == 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32))
 

@@ -174,8 +174,8 @@ def candidate(seconds: float, used: float, mesh: Mesh | None = None) -> Candidat
     choices = candidates.Choices(1, "none", "bf16")
     found = pricer.candidate("fsdp", mesh or Mesh(dp_shard=8), choices, asked=True)
     assert found.seconds is not None
-    parts = dataclasses.replace(found.seconds, compute=seconds, communication=0.0, data=0.0, save=0.0)
-    return dataclasses.replace(found, seconds=parts, used_ratio=used, fits=True)
+    parts = found.seconds._replace(compute=seconds, communication=0.0, data=0.0, save=0.0)
+    return found._replace(seconds=parts, used_ratio=used, fits=True)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_words_are_those_of_what_decided() -> None:
     assert "leaves memory free and is within 5% of the fastest of 2 that fit" in reason
     assert verdict(full, best) == "0.96 times the time, and leaves little memory free"
     assert verdict(near, best) == "as fast, and more workers share samples"
-    assert verdict(dataclasses.replace(best, strategy="ddp"), best) == "as fast"
+    assert verdict(best._replace(strategy="ddp"), best) == "as fast"
     assert (
         "; as fast as any of 2 that fit"
         in choose([candidate(1.01, 0.5), near, candidate(1.0, 0.5, shared)])[1]

@@ -1,7 +1,5 @@
 """What an axis of the mesh is told, and what it answers. Standard library only."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple, Protocol
 
 from mlpipe._core.pipelines import DEFAULT, Schedule
@@ -184,7 +182,7 @@ class Passes(NamedTuple):
         """Of all micro-batches of a step, forward and backward."""
         return self.accumulation * (self.forward + self.backward)
 
-    def of_rows(self, number: int, work_ratio: float) -> Passes:
+    def of_rows(self, number: int, work_ratio: float) -> "Passes":
         """With so many micro-batches, of which each is so much of the work of one that is full."""
         return self._replace(
             accumulation=number,

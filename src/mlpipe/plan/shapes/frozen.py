@@ -5,7 +5,7 @@ computes no gradients of theirs."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,19 +13,15 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import Named
 from mlpipe._core.quantized import Base, is_quantized, row_bytes
 from mlpipe.plan.kernels import Kernels
-from mlpipe.plan.model import AdapterPlan
-from mlpipe.plan.shapes import presets
 from mlpipe.plan.shapes.dense import Dense, stacks
 from mlpipe.plan.shapes.shape import (
     Activations,
-    ModelShape,
     ParameterCounts,
     PassSeconds,
     StepShape,
     by_shape,
 )
 from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors
-from mlpipe.plan.work import TrainPlan
 
 
 @dataclass(frozen=True)
@@ -237,22 +233,3 @@ def _together(
 ) -> tuple[tuple[int, int, int], ...]:
     numbers = by_shape((*some, *others))
     return tuple((rows, columns, number) for (rows, columns), number in numbers.items())
-
-
-def without(
-    shape: ModelShape | None, patterns: Sequence[str] | None, adapter: AdapterPlan | None = None
-) -> ModelShape | None:
-    """What is planned where so much is frozen, or all but an adapter: of a model whose parameters have no
-    names here, all."""
-    if adapter is not None and isinstance(shape, Dense):
-        return Adapted(shape, adapter.targets, adapter.rank, adapter.dora, adapter.base)
-    if not patterns or not isinstance(shape, Dense):
-        return shape
-    frozen = Frozen(shape, tuple(patterns))
-    _ = frozen.trained  # patterns that say nothing are refused at once
-    return frozen
-
-
-def planned(train: TrainPlan) -> ModelShape | None:
-    """The shape of a planned training; None: of a user's own model."""
-    return without(presets.planned(train.model), train.freeze, train.adapter)

@@ -3,8 +3,6 @@ makes, and how long its passes take: of one rank that has the whole model, or a 
 work. What is sent, and how states are split over ranks that read different samples, stands in `plan/axes/`.
 Standard library only."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -49,14 +47,14 @@ class ParameterCounts(NamedTuple):
     num_blocks: int
     tensors: tuple[tuple[int, int, int], ...]
     block_matrices: tuple[tuple[int, int, int], ...] = ()
-    trained_only: ParameterCounts | None = None
+    trained_only: "ParameterCounts | None" = None
     base_elsewhere: bool = False
-    by_rank: tuple[ParameterCounts, ...] = ()
+    by_rank: tuple["ParameterCounts", ...] = ()
     quantized: tuple[tuple[int, int, int, int], ...] = ()
     stacks: tuple[tuple[int, int, int, int], ...] = ()
 
     @property
-    def trained(self) -> ParameterCounts:
+    def trained(self) -> "ParameterCounts":
         """Those that have gradients."""
         return self if self.trained_only is None else self.trained_only
 
@@ -92,7 +90,7 @@ class ParameterCounts(NamedTuple):
         )
         return whole // max(1, self.num_blocks)
 
-    def of(self, part: Part) -> ParameterCounts:
+    def of(self, part: Part) -> "ParameterCounts":
         """Those of this part: of every matrix and embedding a share of the rows, vectors whole; of the stage
         its blocks, and of what is in none the embedding, or the last norm and the head, which may be one."""
         if part.rank is not None:
@@ -104,7 +102,7 @@ class ParameterCounts(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _of_part(whole: ParameterCounts, part: Part) -> ParameterCounts:
+def _of_part(whole: ParameterCounts, part: Part) -> "ParameterCounts":
     all_blocks = max(1, whole.num_blocks)
     num_blocks = whole.num_blocks if part.num_blocks is None else part.num_blocks
     inside, all_of_them = by_shape(whole.block_matrices), by_shape(whole.tensors)
@@ -142,7 +140,7 @@ def by_shape(tensors: tuple[tuple[int, int, int], ...]) -> Counter[tuple[int, in
     return numbers
 
 
-def _trained_of_part(trained: ParameterCounts, part: Part) -> ParameterCounts:
+def _trained_of_part(trained: ParameterCounts, part: Part) -> "ParameterCounts":
     """Which blocks have them nobody says here: a stage has its share, rounded up."""
     num_blocks = trained.num_blocks if part.num_blocks is None else part.num_blocks
     share = num_blocks / max(1, trained.num_blocks)
@@ -233,7 +231,7 @@ class PassSeconds(NamedTuple):
         blocks = num_blocks * (self.forward_block + self.backward_block)
         return blocks + self.forward_outside + self.backward_outside
 
-    def scaled(self, ratio: float) -> PassSeconds:
+    def scaled(self, ratio: float) -> "PassSeconds":
         """All times `ratio`."""
         return PassSeconds(
             ratio * self.forward_block,
@@ -248,7 +246,7 @@ class ModelShape(Protocol):
     """What each kind of model answers."""
 
     @property
-    def parameters(self) -> ParameterCounts: ...
+    def parameters(self) -> "ParameterCounts": ...
 
     @property
     def widths(self) -> Mapping[str, int]:
@@ -260,4 +258,4 @@ class ModelShape(Protocol):
 
     def activations(self, step: StepShape, device: str) -> Activations: ...
 
-    def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds: ...
+    def pass_seconds(self, step: StepShape, kernels: Kernels) -> "PassSeconds": ...

@@ -10,7 +10,6 @@ training, and a checkpoint has it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,7 +29,8 @@ def apply(model: ParallelizedModel, world: World, plan: TrainPlan) -> None:
     """Leaves the module as it is: its gradients stay the rank's own until `after_backward`."""
     assert plan.compress is not None
     ranks = RankGroup.along("dp_replicate+cp", world, model.waits)
-    gradients = CompressedGradients(model.shards, ranks, averager_maker(plan.compress), asdict(plan.compress))
+    coded = plan.compress._asdict()
+    gradients = CompressedGradients(model.shards, ranks, averager_maker(plan.compress), coded)
     model.after_backward, model.kept = gradients.average, gradients
     model.step_metrics = gradients.end_step
 
