@@ -33,6 +33,7 @@ from mlpipe._core.errors import StoreError
 from mlpipe._core.retry import AwayError, Tries
 from mlpipe.store.base import Buffer
 from mlpipe.store.s3_identity import LentKeys, TokenServiceAwayError
+from mlpipe.store.s3_timely import timely_pool, until
 
 CONNECT_SECONDS = 5.0
 READ_SECONDS = 20.0
@@ -110,7 +111,7 @@ class S3Client:
         self.endpoint = endpoint
         self.deadline_seconds = deadline_seconds
         self._base = urlsplit(endpoint.url)
-        self._pool = urllib3.PoolManager(
+        self._pool = timely_pool(
             maxsize=num_connections,
             retries=False,
             timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS),
@@ -178,6 +179,7 @@ class S3Client:
         except (HTTPError, OSError) as error:
             raise AwayError(_short(error), applied=True) from error
         sound = False
+        until(response, deadline)
         try:
             if request.into is not None and response.status in request.accept:
                 _receive_into(response, request.into, deadline, f"s3://{self.endpoint.bucket}/{request.key}")

@@ -22,6 +22,7 @@ from minio.credentials.providers import Provider, StaticProvider
 
 from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
+from mlpipe.store.s3_timely import timely_pool
 
 CONNECT_SECONDS, READ_SECONDS = 5.0, 20.0
 PAUSE_SECONDS = 10.0  # between two tries to renew keys that are still good
@@ -44,7 +45,7 @@ class LentKeys(Provider):
     ) -> None:
         self._token_file, self._endpoint, self._role = token_file, endpoint, role
         self._session = re.sub(r"[^\w+=,.@-]", "-", session)[:64].ljust(2, "-")  # what AWS takes
-        self._pool = urllib3.PoolManager(
+        self._pool = timely_pool(
             retries=False,
             timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS),
             ca_certs=ca_file,

@@ -58,6 +58,8 @@ def _lent(store_url: str, run_id: str, seconds: float, env: Mapping[str, str]) -
     import urllib3
     from minio.credentials.providers import AssumeRoleProvider
 
+    from mlpipe.store.s3_timely import timely_pool
+
     region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or "us-east-1"
     store = _endpoint(env)
     is_aws = _is_aws(store)
@@ -77,7 +79,7 @@ def _lent(store_url: str, run_id: str, seconds: float, env: Mapping[str, str]) -
             region=region,
             role_arn=env.get(environment.WORKER_ROLE_ARN) if is_aws else None,
             role_session_name=f"mlpipe-{run_id}"[:64] if is_aws else None,
-            http_client=urllib3.PoolManager(timeout=30.0, retries=2, ca_certs=env.get("AWS_CA_BUNDLE")),
+            http_client=timely_pool(timeout=30.0, retries=2, ca_certs=env.get("AWS_CA_BUNDLE")),
         ).retrieve()
     except (ValueError, KeyError, AttributeError, urllib3.exceptions.HTTPError) as error:
         words = str(error).partition("\n")[0][:200]
