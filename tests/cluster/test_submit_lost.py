@@ -105,7 +105,7 @@ def drivers(run_id: str) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             argv = path.read_text().split("\0")
-            if argv[1:5] == ["-m", "mlpipe.cli", "resume", run_id] and "--here" in argv:
+            if argv[1:6] == ["-P", "-m", "mlpipe.cli", "resume", run_id] and "--here" in argv:
                 found.append(int(path.parent.name))
     return found
 

@@ -193,7 +193,7 @@ def start(
     scratch.mkdir(parents=True, exist_ok=True)
     path = scratch / "plan.json"
     path.write_text(plan.to_json())
-    argv = [sys.executable, "-m", plan.module, "--plan", str(path), "--scratch", str(scratch)]
+    argv = [sys.executable, "-P", "-m", plan.module, "--plan", str(path), "--scratch", str(scratch)]
     env = environment() if env is None else env
     with (scratch / "launcher.log").open("ab") as log:
         streams: Any = {"stdout": log, "stderr": log, "start_new_session": True}

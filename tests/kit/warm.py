@@ -135,7 +135,7 @@ class _Warm(subprocess.Popen[Any]):
 
 
 class Popen(_Warm):
-    """For argv `[sys.executable, ("-u",) "-m", MODULE, ...]`, as a fork of the server of that kind."""
+    """For argv `[sys.executable, ("-u" or "-P",) "-m", MODULE, ...]`, a fork of the server of that kind."""
 
     def __init__(
         self,
@@ -402,7 +402,8 @@ def become(asked: _Asked, fds: Iterable[int], begun: socket.socket | None = None
     os.environ.update(asked.env)
     _show(asked)
     added = asked.env.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [asked.folder, *filter(None, added), *(one for one in sys.path if one != TESTS)]
+    folder = [] if "-P" in asked.argv[:2] else [asked.folder]
+    sys.path[:] = [*folder, *filter(None, added), *(one for one in sys.path if one != TESTS)]
     importlib.invalidate_caches()
     random.seed()
     if "numpy" in sys.modules:
@@ -474,6 +475,7 @@ def _run() -> NoReturn:
     os._exit(code or 0)
 
 
+_MODULE = [sys.executable, "-P", "-m"]  # as mlpipe starts its own
 _OF_LAUNCHER = ("mlpipe.train.torchrun", "mlpipe.train.preflight")
 
 
@@ -483,7 +485,7 @@ class _Inside(_Warm):
     def _execute_child(self, *given: Any) -> None:
         call = _call(self, *given)
         argv = call["args"]
-        if isinstance(argv, list) and argv[:2] == [sys.executable, "-m"] and argv[2] in _OF_LAUNCHER:
+        if isinstance(argv, list) and argv[:3] == _MODULE and argv[3] in _OF_LAUNCHER:
             if "torch" in sys.modules and len(os.listdir("/proc/self/task")) == 1:
                 self._fork(call)
                 return
@@ -511,7 +513,7 @@ def _kind_of(
 ) -> tuple[str, list[str], dict[str, str], tuple[int, int] | None] | None:
     """Of a driver, or of what runs a stage by its plan, started by a driver's child.py, by the supervisor of
     replicas or on a rented machine: the kind of its server, its argv and environment, whom it dies with."""
-    if argv[:3] == [sys.executable, "-m", "mlpipe.cli"]:
+    if argv[:4] == [*_MODULE, "mlpipe.cli"]:
         return "cli", argv, env, None
     dies_with = None
     if argv[1:3] == ["-I", "-S"] and argv[3].endswith("mlpipe/submit/child.py"):
@@ -520,7 +522,7 @@ def _kind_of(
         dies_with = (int(env.pop("MLPIPE_SUPERVISOR")), int(signal.SIGKILL))
     elif "CONTAINER_ID" not in env:
         return None
-    if argv[:2] != [sys.executable, "-m"] or not argv[2].startswith("mlpipe.train."):
+    if argv[:3] != _MODULE or not argv[3].startswith("mlpipe.train."):
         return None
     from mlpipe.plan.plan import Plan
 

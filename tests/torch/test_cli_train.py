@@ -6,6 +6,8 @@ import json
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,3 +172,29 @@ def test_training_goes_on_after_its_driver_was_killed(cli: Cli):
     assert document["state"] == "done"
     (start,) = records(cli, 2, "start")
     assert start["start_step"] == saved["step"]
+
+
+def test_modules_beside_the_pipeline_that_are_called_as_pythons_own_stand_before_none(tmp_path: Path):
+    """`python -m` puts the working folder ahead: the launcher could not even begin. Others are found there,
+    ahead of what is installed."""
+    shadows = ("types", "random", "json", "socket")
+    for name in shadows:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('this is no {name}')")
+    (tmp_path / "click.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Embedding(512, 8), nn.Linear(8, 512))\n"
+    )
+    write_tokens(tmp_path / "tokens")
+    train = {
+        "model": {"entry": "click:build", "seq_len": 32},
+        "data": {"tokens": "tokens", "batch_size": 4},
+        "optimizer": {"lr": 1e-3},
+        "steps": 2,
+    }
+    stage = {"name": "train", "train": train, "resources": {"workers_per_node": 1}}
+    (tmp_path / "p.yaml").write_text(json.dumps({"version": 1, "name": "p", "stages": [stage]}))
+    command = [str(Path(sys.executable).with_name("mlpipe")), "run", "p.yaml", "--run-id", "r"]
+    env = Cli(tmp_path).env
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr

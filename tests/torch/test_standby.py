@@ -38,7 +38,15 @@ def test_what_has_measured_is_forked_into_launchers_and_their_torchrun(tmp_path:
     env = plans.environment()
     standby = Standby(env, lock)
     known = Standbys(standby)
-    argv = [sys.executable, "-m", "mlpipe.train.launcher", "--scratch", str(tmp_path / "scratch"), "--plan"]
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "mlpipe.train.launcher",
+        "--scratch",
+        str(tmp_path / "scratch"),
+        "--plan",
+    ]
     log, path = tmp_path / "output.log", tmp_path / "plan.json"
     told = env | {environment.DRIVER: "d", environment.STAGE: "train", environment.RUN_ID: "run"}
 
@@ -79,7 +87,7 @@ def test_what_has_measured_is_forked_into_launchers_and_their_torchrun(tmp_path:
         torchrun = parent(parent(rank))
         assert parent(torchrun) == launcher.pid
         assert of_proc(launcher.pid, "cmdline")[: len(argv)] == argv
-        assert of_proc(torchrun, "cmdline")[1:3] == ["-m", "mlpipe.train.torchrun"]
+        assert of_proc(torchrun, "cmdline")[1:4] == ["-P", "-m", "mlpipe.train.torchrun"]
         with open(
             f"/proc/{torchrun}/maps"
         ) as maps:  # by which torch, a new one would have loaded it elsewhere

@@ -85,6 +85,16 @@ def test_the_variables_of_a_place_are_all_on_their_page_and_no_others(
     assert set_there - others <= of_all | here
 
 
+def test_what_mlpipe_starts_of_itself_finds_no_modules_in_the_working_folder() -> None:
+    """Without -P a user's types.py is taken for Python's."""
+    sources = {path.name: path.read_text() for path in (ROOT / "src").rglob("*.py")}
+    without = {name for name, text in sources.items() if re.search(r'(?<!"-P", )"-m"', text)}
+    # of torchrun's own option, whose ranks are forks of it; a calibration says so by PYTHONSAFEPATH
+    assert without == {"launch.py", "torchrun.py", "forked.py", "calibrate.py"}
+    assert '"PYTHONSAFEPATH"] = "1"' in (ROOT / "src/mlpipe/cli/calibrate.py").read_text()
+    assert " -P -m mlpipe.submit.rented.machine" in (ROOT / "src/mlpipe/submit/rented/order.py").read_text()
+
+
 def test_adrs_are_numbered_and_listed() -> None:
     pages = sorted(path.name for path in (ROOT / "docs/adr").glob("0*.md"))
     assert [page[:4] for page in pages] == [f"{n:04d}" for n in range(1, len(pages) + 1)]

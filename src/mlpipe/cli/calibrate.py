@@ -141,6 +141,7 @@ def _measure(session: CliSession, ranks: int, threads: int) -> Measured:
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         argv += ["-m", "mlpipe.train.calibrate", str(written), store]
         env = {**os.environ, **glibc.environment(trimming=False), "OMP_NUM_THREADS": str(threads)}
+        env["PYTHONSAFEPATH"] = "1"  # also of the ranks: no module of the working folder is taken for another
         try:
             done = subprocess.run(
                 argv, env=env, capture_output=True, text=True, timeout=_DEADLINE_SECONDS, check=False

@@ -88,7 +88,7 @@ def _run(plan: Plan, asked: str) -> Traced:
     with tempfile.TemporaryDirectory(prefix="mlpipe-trace-") as name:
         given, written = Path(name) / "model.json", Path(name) / "traced.json"
         given.write_text(asked)
-        argv = [sys.executable, "-m", "mlpipe.train.trace", str(given), str(written)]
+        argv = [sys.executable, "-P", "-m", "mlpipe.train.trace", str(given), str(written)]
         env = {**os.environ, **plan.launch.env}
         try:
             done = subprocess.run(

@@ -62,7 +62,7 @@ def worker_template(
     """The pod template of a stage. `config`: ConfigMap with the plan; None: the pods bring it along.
     `rendezvous`: host of the first pod."""
     options = ["--plan", f"{PLAN_FOLDER}/plan.json", "--scratch", SCRATCH]
-    container = _container(cluster, CONTAINER, ["-m", plan.kind.module, *options])
+    container = _container(cluster, CONTAINER, ["-P", "-m", plan.kind.module, *options])
     container["env"] = _worker_env(plan, cluster, rendezvous)
     if cluster.env_from:
         keys = {"secret": "secretRef", "config_map": "configMapRef"}
@@ -172,7 +172,8 @@ def driver_template(
 ) -> Json:
     """The pod template of the driver: no GPU, and the only pod with a token. `seal`: what it is to drive, in
     digests that stand where no worker can write."""
-    args = ["-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--here", "--debug", "--seal", seal]
+    args = ["-P", "-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--here", "--debug"]
+    args += ["--seal", seal]
     container = _container(cluster, "driver", args + (["--stage", stage] if stage is not None else []))
     container["env"] = _env(_own(run_id, cluster)) + _by_reference(store_url, cluster, "driver")
     container["env"] += _secret_env(cluster.driver_secret_env)

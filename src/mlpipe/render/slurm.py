@@ -347,7 +347,7 @@ exit "$code"\
 
 
 def _command(job: SlurmJob, part: str, array: TaskArray | None) -> str:
-    command = shlex.join([job.python, "-m", NODE_MODULE]) + ' --scratch "$scratch"'
+    command = shlex.join([job.python, "-P", "-m", NODE_MODULE]) + ' --scratch "$scratch"'
     command += f" --part {part}" if part else ""
     command += ' --task "$SLURM_ARRAY_TASK_ID"' if array else ""
     container = job.container

@@ -39,7 +39,7 @@ def working_folder(run: RunState) -> str:
 def driver_argv(store_url: str, run_id: str, only: str | None = None, *, seen: int = 1) -> list[str]:
     """What is started, and what `--dry-run` prints. `seen`: the transition of the run that it is for; that of
     a new one is the first."""
-    argv = [sys.executable, "-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--debug"]
+    argv = [sys.executable, "-P", "-m", "mlpipe.cli", "resume", run_id, "--store", store_url, "--debug"]
     argv += ["--seen", str(seen)]
     return [*argv, "--stage", only, "--here"] if only else argv
 

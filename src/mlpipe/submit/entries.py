@@ -59,6 +59,10 @@ def _check(
     """What the module says, where it is Python. `passed`, `num_positional`: arguments that mlpipe adds to the
     user's, by name and in front; `offered`: those that it adds for a function that takes them."""
     module, _, name = entry.entry.partition(":")
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names and PathFinder.find_spec(top, search[:1]) is not None:
+        words = f"Python has a module {top!r} of its own, which stands before that of {search[0]}"
+        raise _broken(entry, words, "give yours another name")
     spec = _find(module, search)
     if spec is None:
         raise _broken(
@@ -101,7 +105,7 @@ def _check_split(entry: Entry, tree: ast.Module) -> None:
 
 
 def _find(module: str, search: Sequence[str]) -> ModuleSpec | None:
-    """As `python -m` with `search` at the head of sys.path finds it, but parents are not executed."""
+    """As Python finds it with `search` ahead of what is installed, but parents are not executed."""
     top, *rest = module.split(".")
     spec = PathFinder.find_spec(top, search) or find_spec(top)
     for part in rest:

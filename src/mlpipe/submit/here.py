@@ -56,7 +56,7 @@ def preview(
 def stage_command(plan: Plan, scratch: Path) -> Command:
     """argv of the process that runs a stage by its plan.json in `scratch`, as in a pod, and the environment
     that is added to ours. It ships its logs and leaves outcome.json in the store (`store/outcome.py`)."""
-    argv = [sys.executable, "-m", plan.module]
+    argv = [sys.executable, "-P", "-m", plan.module]
     argv += ["--plan", str(scratch / "plan.json"), "--scratch", str(scratch)]
     return argv, {**plan.launch.env, environment.RUN_ID: plan.run_id, environment.STAGE: plan.stage}
 

@@ -24,7 +24,7 @@ from mlpipe.submit.process import dies_with_us
 _BEGIN_SECONDS = 60.0  # until it has imported torch, and forked
 _ARGUMENTS_BYTES = 2_000  # room for those of a fork, where ps looks
 _SAYS = struct.Struct("!ci")  # p: a pid, c: an exit code
-_LAUNCHER = ["-m", "mlpipe.train.launcher"]
+_LAUNCHER = ["-P", "-m", "mlpipe.train.launcher"]
 
 
 class Begun:
@@ -59,7 +59,6 @@ class Standby:
         self._env = dict(env)
         self._server, theirs = socket.socketpair()
         room = " " * _ARGUMENTS_BYTES
-        # -P: no module of the working folder stands before torch's
         argv = [sys.executable, "-P", "-m", "mlpipe.train.standby", "" if lock is None else str(lock), room]
         with theirs:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
@@ -135,7 +134,7 @@ class Standbys:
 
     def find(self, argv: Sequence[str], env: Mapping[str, str]) -> Standby | None:
         """For this command; None: it is to be started as any other."""
-        if list(argv[1:3]) != _LAUNCHER or environment.SUPERVISOR in env:
+        if list(argv[1:4]) != _LAUNCHER or environment.SUPERVISOR in env:
             return None
         for standby in self._known:
             if standby.fits(env):

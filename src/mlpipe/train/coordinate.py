@@ -154,7 +154,7 @@ class Coordinating:
 def _begin_anew(why: str) -> NoReturn:
     """This process, from its start: its connections end, and ranks look for who has the seat."""
     print(f"the coordinator begins anew: {why}", flush=True)  # noqa: T201
-    os.execv(sys.executable, [sys.executable, "-m", "mlpipe.train.coordinate", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "mlpipe.train.coordinate", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -406,7 +406,7 @@ class Launcher:
 def torchrun_argv(plan: Plan, log_dir: Path, node: GangNode) -> list[str]:
     """The command line of torchrun on `node`."""
     launch = plan.launch
-    argv = [sys.executable, "-m", "mlpipe.train.torchrun"]
+    argv = [sys.executable, "-P", "-m", "mlpipe.train.torchrun"]
     argv += ["--nnodes", str(launch.num_nodes), "--nproc-per-node", str(launch.nproc_per_node)]
     argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", node.rendezvous, "--rdzv-id", plan.run_id]
     if node.num_machines is not None:  # by the name of the endpoint it would have to guess

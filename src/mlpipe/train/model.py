@@ -177,11 +177,9 @@ class _NoFill(TorchFunctionMode):
 
 
 def load_entry(entry: Entry) -> Callable[..., Any]:
-    """The function behind `package.module:function`; the working directory is importable, as under
-    `python -m`."""
+    """The function behind `package.module:function`, of the working folder or wherever Python looks."""
     module_name, _, function_name = entry.entry.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _look_in_working_folder()
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -204,6 +202,14 @@ def load_entry(entry: Entry) -> Callable[..., Any]:
             entry.entry, f"does not take these args: {error}", "make `args` fit the function's parameters"
         ) from error
     return function
+
+
+def _look_in_working_folder() -> None:
+    """Ahead of what is installed, but behind Python's own modules: a `random.py` there is for nobody else."""
+    folder, own = os.getcwd(), os.path.dirname(os.__file__)
+    if folder not in sys.path:
+        standard = [at for at, path in enumerate(sys.path) if path in (own, f"{own}/lib-dynload")]
+        sys.path.insert(max(standard, default=-1) + 1, folder)
 
 
 def construct(build: Callable[..., Any], entry: Entry, device: torch.device) -> nn.Module:

@@ -97,8 +97,6 @@ def _launch(server: socket.socket, argv: Sequence[str], env: dict[str, str], fol
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    if not env.get("PYTHONSAFEPATH"):  # as `python -m` does
-        sys.path.insert(0, folder)
     importlib.invalidate_caches()
     forked.take(argv, env)
     from mlpipe.train import launcher

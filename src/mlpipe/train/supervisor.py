@@ -126,7 +126,7 @@ class Supervisor:
         }
         if self.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[number * self.nproc : (number + 1) * self.nproc])
-        argv = [sys.executable, "-m", "mlpipe.train.launcher"]
+        argv = [sys.executable, "-P", "-m", "mlpipe.train.launcher"]
         argv += ["--plan", str(self.plan_path), "--scratch", str(scratch)]
         process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL)
         self.replicas[number] = Replica(number, process, starts)

@@ -188,7 +188,7 @@ def test_a_command_is_a_plain_job() -> None:
     config, job = stage_objects(quickstart("corpus"))
     assert (config["kind"], job["kind"]) == ("ConfigMap", "Job")
     assert "completionMode" not in job["spec"]
-    assert pod_of(job)["containers"][0]["args"][:2] == ["-m", "mlpipe.submit.pod"]
+    assert pod_of(job)["containers"][0]["args"][:3] == ["-P", "-m", "mlpipe.submit.pod"]
     assert "MLPIPE_RENDEZVOUS" not in variables(quickstart("corpus"))
 
 
@@ -196,7 +196,7 @@ def test_an_evaluation_on_one_node_is_a_plain_job_and_on_more_a_gang() -> None:
     assert stage_objects(quickstart("evaluate"))[-1]["kind"] == "JobSet"
     job = stage_objects(quickstart("evaluate", "evaluate.resources={nodes: 1}"))[-1]
     assert job["kind"] == "Job"
-    assert pod_of(job)["containers"][0]["args"][:2] == ["-m", "mlpipe.train.launcher"]
+    assert pod_of(job)["containers"][0]["args"][:3] == ["-P", "-m", "mlpipe.train.launcher"]
 
 
 def test_what_would_come_again_ends_a_jobset_before_a_disruption_restarts_it() -> None:
@@ -286,7 +286,7 @@ def test_a_command_on_two_nodes_is_a_gang_that_knows_where_to_meet() -> None:
     assert (jobset["kind"], job_of(jobset)["parallelism"]) == ("JobSet", 2)
     name = jobset["metadata"]["name"]
     assert variables(plan)["MLPIPE_RENDEZVOUS"] == f"{name}-worker-0-0.{name}:29500"
-    assert pod_of(jobset)["containers"][0]["args"][:2] == ["-m", "mlpipe.submit.pod"]
+    assert pod_of(jobset)["containers"][0]["args"][:3] == ["-P", "-m", "mlpipe.submit.pod"]
 
 
 def test_nodes_that_did_not_pass_a_preflight_are_left_out() -> None:

@@ -43,7 +43,7 @@ def test_a_backend_of_another_package(of_another_package: Cli) -> None:
     assert "kubernetes|jenkins|slurm|rented|toy|auto]" in cli("submit", "--help").stdout
     assert "--queue FOLDER" in cli("submit", "--help", "--to", "toy").stdout
     planned = cli.json(*SUBMIT, "r", "--dry-run")
-    assert planned["stages"][0]["argv"][1:3] == ["-m", "mlpipe.submit.pod"]
+    assert planned["stages"][0]["argv"][1:4] == ["-P", "-m", "mlpipe.submit.pod"]
     assert "needs --queue FOLDER" in cli(*SUBMIT[:4], code=2).stderr
     cli(*SUBMIT, "r", "--wait")
     run = cli.json("status", "r")

@@ -42,6 +42,14 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+def test_what_is_called_as_a_module_of_pythons_own_is_refused(folder: str):
+    Path(folder, "random.py").write_text(SOURCE)
+    words = f"random:build: Python has a module 'random' of its own, which stands before that of {folder}"
+    with pytest.raises(MlpipeError, match=words):
+        _check(Entry("random:build", {"dim": 1}), [folder])
+    _check(Entry("own.model:build", {"dim": 1}), [folder])
+
+
 @pytest.mark.parametrize(
     ("entry", "args"),
     [

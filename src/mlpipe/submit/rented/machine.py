@@ -89,7 +89,7 @@ class _Machine:
         plan = self._plan
         folder = Path(tempfile.mkdtemp(prefix="mlpipe-"))
         (folder / "plan.json").write_text(plan.to_json())
-        argv = [sys.executable, "-m", plan.module]
+        argv = [sys.executable, "-P", "-m", plan.module]
         argv += ["--plan", str(folder / "plan.json"), "--scratch", str(folder)]
         env = {name: value for name, value in os.environ.items() if name not in _SECRET}
         env |= {**plan.launch.env, environment.RUN_ID: plan.run_id, environment.STAGE: plan.stage}

@@ -24,7 +24,7 @@ left=$(( {deadline} - $(date +%s) ))
 if [ "$left" -gt {seconds} ]; then left={seconds}; fi
 if [ "$left" -lt 0 ]; then left=0; fi
 ( sleep "$left"; return_machine ) &
-"$(command -v python || command -v python3)" -m mlpipe.submit.rented.machine
+"$(command -v python || command -v python3)" -P -m mlpipe.submit.rented.machine
 return_machine
 """
 

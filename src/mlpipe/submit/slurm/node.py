@@ -119,7 +119,7 @@ def _run(plan: Plan, folder: Path, part: str) -> int:
         env[environment.REPLICA] = part
     try:
         (folder / "plan.json").write_bytes(plan.to_json().encode())
-        argv = [sys.executable, "-m", module]
+        argv = [sys.executable, "-P", "-m", module]
         argv += ["--plan", str(folder / "plan.json"), "--scratch", str(folder / "scratch")]
         (folder / "scratch").mkdir()
         process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL)

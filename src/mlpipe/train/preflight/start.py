@@ -38,7 +38,7 @@ def run_preflight(
 ) -> tuple[Checked, Ranked | None] | Outcome:
     """What was found, and who gets ranks where there are spares; or how it failed to find anything."""
     (scratch / DOING).unlink(missing_ok=True)
-    argv = [sys.executable, "-m", "mlpipe.train.preflight"]
+    argv = [sys.executable, "-P", "-m", "mlpipe.train.preflight"]
     argv += ["--plan", str(plan_path), "--scratch", str(scratch)]
     # whatever a worker may use: all is for the preflight now
     env = {name: value for name, value in env.items() if name != "OMP_NUM_THREADS"}
