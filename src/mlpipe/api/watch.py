@@ -4,7 +4,6 @@ ten seconds where none can be rewritten). Reads run.json and the records in the 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -151,6 +150,8 @@ class Watcher:
             self._show(line, now)
 
     def _line(self, name: str, progress: Progress) -> str:
+        import shutil  # which loads compressors
+
         from mlpipe.observe.progress import live_line
 
         width = shutil.get_terminal_size().columns - self._width - 3

@@ -11,7 +11,6 @@ import click
 
 from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, ErrorKind, MlpipeError
-from mlpipe._core.presets import LLAMA
 from mlpipe._core.units import format_seconds
 from mlpipe.store.open import DEFAULT_STORE, full_url
 
@@ -149,6 +148,7 @@ def _under_another_strategy(store: Store, run: RunState, trained: str, start: st
 
 def _is_llama(store: Store, outcome: dict[str, Any] | None) -> bool:
     """Whether the checkpoint that a stage left is of mlpipe's own model."""
+    from mlpipe._core.presets import LLAMA
     from mlpipe.store.catalogue import load_manifest
 
     try:
