@@ -111,6 +111,48 @@ def test_the_chart_and_the_kustomize_base_are_the_same():
     assert chart == base
 
 
+def test_a_name_that_yaml_takes_for_something_else_stays_a_name():
+    """Namespaces and accounts may be called 42, no or 0x1."""
+    names = {"namespace.name": "42", "driver.serviceAccount.name": "no", "worker.serviceAccount.name": "0x1"}
+    names |= {
+        "exporter.secret": "on",
+        "kueue.name": "017",
+        "kueue.flavors[0].name": "7",
+        "kueue.cohort": "true",
+    }
+    names |= {
+        "networkPolicy.prometheusNamespace": "1",
+        "dashboards.namespace": "2",
+        "exporter.store": "s3://a",
+    }
+    names |= {
+        "kueue.flavors[0].topologyName": "null",
+        "kueue.flavors[0].quota.cpu": "4",
+        "exporter.image": "a",
+    }
+    options = [f"--set-string={key}={name}" for key, name in names.items()]
+    switches = ("kueue", "exporter", "dashboards", "nodeEvents", "guardrails", "podMonitor", "prometheusRule")
+    options += [f"--set={key}.enabled=true" for key in switches] + ["--set=guardrails.images={a}"]
+    known = [f"--api-versions={crd}" for crd in CRDS]
+    done = helm("template", "8", CHART, "--namespace", "9", *known, *options)
+    assert done.returncode == 0, done.stderr
+    objects = [one for one in yaml.safe_load_all(done.stdout) if one is not None]
+    texts = {"name", "namespace", "kubernetes.io/metadata.name", "app.kubernetes.io/instance", "cohortName"}
+    texts |= {"serviceAccountName", "topologyName", "clusterQueue"}
+    found = [(key, value) for one in objects for key, value in _leaves(one) if key in texts]
+    assert [pair for pair in found if not isinstance(pair[1], str)] == []
+    said = {value for _, value in found}
+    assert {"42", "no", "0x1", "on", "017", "7", "true", "1", "2", "null", "8"} <= said
+
+
+def _leaves(value, key=""):
+    if isinstance(value, dict | list):
+        for inner, one in value.items() if isinstance(value, dict) else [(key, one) for one in value]:
+            yield from _leaves(one, inner)
+    else:
+        yield key, value
+
+
 def test_roles_are_those_of_the_base_whatever_the_values():
     base = _by_name(_kustomized("base"))
     for example in EXAMPLES:

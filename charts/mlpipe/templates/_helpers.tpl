@@ -7,7 +7,7 @@
 {{- toYaml . }}
 {{ end -}}
 app.kubernetes.io/name: mlpipe
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: mlpipe
 app.kubernetes.io/managed-by: {{ .Release.Service }}
