@@ -24,11 +24,14 @@ _OF_FEW_FILES = (
 _UNASKED = ("search", "pipelining", "axes.tp", "axes.cp", "axes.pp", "axes.ep", "shapes.experts")
 
 
-@pytest.mark.parametrize("arguments", ["--help", "validate", "plan", "render --for kubernetes", "list"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", "validate", "plan", "render --for kubernetes", "submit --dry-run --to kubernetes", "list"],
+)
 def test_a_command_imports_no_more_than_it_needs(tmp_path, monkeypatch, arguments):
     monkeypatch.setenv("MLPIPE_CALIBRATE", "on")  # as it is where nobody says otherwise
     words = arguments.split()
-    if words[0] in ("validate", "plan", "render"):
+    if words[0] in ("validate", "plan", "render", "submit"):
         words.append(str(PIPELINES / "llm.yaml"))
     modules, num_dataclasses = imported_by(tmp_path, *words)
     budget.within("modules imported", {f"mlpipe {arguments}": len(modules)})

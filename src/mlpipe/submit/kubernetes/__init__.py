@@ -64,10 +64,12 @@ class KubernetesBackend(Backend):
         return connect(self.place.get("context"), self.place.get("namespace"))
 
     def preview(self, submission: Submission, console: Console, *, on_server: bool = False) -> Preview:
-        from mlpipe.submit.kubernetes import manifests, objects
+        from mlpipe.submit.kubernetes import manifests
 
         files = manifests.manifests(submission, console)
         if on_server:
+            from mlpipe.submit.kubernetes import objects  # which imports what speaks to servers
+
             bodies = [body for some in files.values() for body in some]
             objects.server_dry_run(self.api, bodies, console.note)
         return manifests.preview(files)

@@ -11,7 +11,6 @@ from typing import Any
 from mlpipe._core import environment
 from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe._core.units import parse_seconds
-from mlpipe.plan.hardware import GPUS
 from mlpipe.submit.rented import vendor
 from mlpipe.submit.submission import Option
 
@@ -53,6 +52,8 @@ class Limits:
     def of_place(cls, place: Mapping[str, Any]) -> Limits:
         """MLPIPE_MAX_USD stands above what was asked for, so that a run can go on with more. Raises
         SubmitError (input)."""
+        from mlpipe.plan.hardware import GPUS  # every `submit` imports this module, for its options
+
         gpus = tuple(place.get("gpu") or ())
         if unknown := sorted({*gpus} - {*GPUS, ANY_GPU}):
             raise _wrong("--gpu", ", ".join(unknown), f"{', '.join(GPUS)} or {ANY_GPU}")

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from mlpipe._core.errors import SubmitError
-from mlpipe.plan.offers import Offer
+
+if TYPE_CHECKING:
+    from mlpipe.plan.offers import Offer
 
 VENDORS = {"vast": "mlpipe.submit.rented.vast:Vast"}
 DEFAULT = next(iter(VENDORS))
