@@ -10,6 +10,7 @@ from mlpipe._core.pipelines import SCHEDULES, stages_per_rank
 from mlpipe.api.pipeline import LoadedPipeline
 from mlpipe.api.tuning.changes import is_allowed, possible_changes
 from mlpipe.api.tuning.decide import LEAST_GAIN_RATIO, Change
+from mlpipe.observe.plans import read_plan
 from mlpipe.observe.profiles.findings import own_seconds
 from mlpipe.observe.profiles.stored import StoredProfile
 from mlpipe.observe.runview import RunView
@@ -83,7 +84,7 @@ def _planned(
     sets = tuple(map(str, run.meta.get("set", [])))
     spec = planning.load_stored(store, run.run_id, sets)
     pipeline = LoadedPipeline(run.run_id, runs.read_pipeline(store, run.run_id), sets, spec)
-    plan = Plan.from_json(store.get(f"{run.attempt_key(stage)}/plan.json"))
+    plan = read_plan(store, run.attempt_key(stage))
     made = [name for name, state in run.stages.items() if state.state == "done"]
     inputs = dict(planning.peek_inputs(store, run.run_id, spec, stage, made))
     return pipeline, plan, backends.of_run(run).hardware(spec, stage), inputs

@@ -214,7 +214,7 @@ def view_stage(store: Store, run_id: str, name: str, state: StageState, problems
     if stage.training is not None:
         try:
             stage.profiles = profiles_of_stage(store, stage_key)
-        except (StoreError, ValueError) as error:
+        except StoreError as error:
             problems.append(f"The profiles of stage {name} cannot be read: {error}.")
     return stage
 

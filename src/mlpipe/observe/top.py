@@ -13,9 +13,9 @@ from mlpipe._core.records import Start, Step
 from mlpipe._core.tables import aligned
 from mlpipe._core.units import format_bytes, format_seconds
 from mlpipe.observe.members import members
+from mlpipe.observe.plans import read_plan
 from mlpipe.observe.progress import Progress, Summary, format_count, format_loss, format_mfu
 from mlpipe.observe.records import Follower, list_ranks
-from mlpipe.plan.plan import Plan
 from mlpipe.plan.shares import SLOW_RATIO
 from mlpipe.store import runs
 from mlpipe.store.base import Store
@@ -165,8 +165,7 @@ class Top:
         if change is None or change.members is None:
             return None
         if attempt_key not in self._per_replica:
-            plan = Plan.from_json(self._store.get(f"{attempt_key}/plan.json"))
-            self._per_replica[attempt_key] = plan.launch.nproc_per_node
+            self._per_replica[attempt_key] = read_plan(self._store, attempt_key).launch.nproc_per_node
         number = self._per_replica[attempt_key]
         return {replica * number + rank for replica in change.members for rank in range(number)}
 

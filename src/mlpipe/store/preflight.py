@@ -18,7 +18,7 @@ from typing import Any
 from mlpipe.store.base import Store
 
 # What workers write is taken for the name of a machine only if it is one: it stands in manifests and scripts.
-_NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _SLOW_REPLICA = re.compile(r"slow-replica-([0-9]+)\.json")
 
 
@@ -99,7 +99,7 @@ def _ratios(written: bytes) -> dict[str, float]:
         ratios = {str(node): float(ratio) for node, ratio in json.loads(written).items()}
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
-    return {node: ratio for node, ratio in ratios.items() if ratio < math.inf and _NODE.fullmatch(node)}
+    return {node: ratio for node, ratio in ratios.items() if ratio < math.inf and NODE.fullmatch(node)}
 
 
 def read_checked(store: Store, attempt_key: str) -> Checked | None:
@@ -152,4 +152,4 @@ def to_avoid(preflights: Sequence[Checked], slow_ratio: float) -> tuple[str, ...
         again = {node for node in (one, other) if times[node] > 1}
         if not faulty & {one, other}:
             faulty |= again or {other}
-    return tuple(sorted(node for node in faulty if _NODE.fullmatch(node)))
+    return tuple(sorted(node for node in faulty if NODE.fullmatch(node)))

@@ -11,11 +11,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.store.base import Store
 
+T = TypeVar("T")
 _MOST_RANKS = 8
 MOST_STEPS = 100  # a trace of more is larger than any viewer likes
 MOST_NAMED_RANKS = 64  # a request travels between ranks in one short message
@@ -95,9 +97,20 @@ def write_profile(store: Store, attempt_key: str, profile: Profile) -> None:
 
 
 def list_profiles(store: Store, attempt_key: str) -> list[Profile]:
-    """Those that were begun, in the order of their steps."""
+    """Those that were begun, in the order of their steps. Raises StoreError; DamagedError for what no rank
+    has written."""
     keys = [one.key for one in store.list(f"{attempt_key}/profiles") if one.key.endswith("/profile.json")]
-    return sorted((from_json(Profile, store.get(key)) for key in keys), key=lambda one: one.first_step)
+    return sorted((read(store, key, Profile) for key in keys), key=lambda one: one.first_step)
+
+
+def read(store: Store, key: str, kind: type[T]) -> T:
+    """One of the documents of a profile. Raises as `list_profiles`."""
+    try:
+        return from_json(kind, store.get(key))
+    except ValueError as error:
+        raise DamagedError(
+            f"not of a profile: {error}", where=f"{store.url}/{key}", hint="delete its folder"
+        ) from error
 
 
 def trace_key(attempt_key: str, first_step: int, rank: int) -> str:

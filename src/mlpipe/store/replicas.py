@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
+from mlpipe._core.serial import read_json
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import AttemptOutcome, read_outcome
+from mlpipe.store.preflight import NODE
 
 SEAT_SECONDS = 30.0
 _OF_REPLICA = re.compile(r"outcome-replica-([0-9]+)\.json")
@@ -20,9 +23,12 @@ def want(store: Store, attempt_key: str, number: int) -> None:
 
 
 def wanted(store: Store, attempt_key: str) -> int | None:
-    """None: nobody has said."""
+    """None: nobody has said, or no number."""
     key = f"{attempt_key}/replicas"
-    return int(store.get(key)) if store.exists(key) else None
+    try:
+        return int(store.get(key)) if store.exists(key) else None
+    except ValueError:  # workers may write what they like
+        return None
 
 
 def leave_out(store: Store, attempt_key: str, node: str) -> None:
@@ -32,15 +38,17 @@ def leave_out(store: Store, attempt_key: str, node: str) -> None:
 
 
 def left_out(store: Store, attempt_key: str) -> list[str]:
-    """Names of nodes. Raises StoreError."""
+    """Names of nodes; what is none is passed over: it would stand in what is submitted. Raises StoreError."""
     key = f"{attempt_key}/left-out"
-    return [str(node) for node in json.loads(store.get(key))] if store.exists(key) else []
+    nodes = _read(store.get(key)) if store.exists(key) else []
+    nodes = nodes if isinstance(nodes, list) else []
+    return [node for node in nodes if isinstance(node, str) and NODE.fullmatch(node)]
 
 
 def coordinator(store: Store, attempt_key: str) -> str:
     """Of the one that has the seat: token@host:port. "" while there is none."""
     key = f"{attempt_key}/coordinator"
-    return str(json.loads(store.get(key))["where"]) if store.exists(key) else ""
+    return _where(store.get(key)) if store.exists(key) else ""
 
 
 def outcomes(store: Store, attempt_key: str) -> dict[int, AttemptOutcome]:
@@ -51,6 +59,19 @@ def outcomes(store: Store, attempt_key: str) -> dict[int, AttemptOutcome]:
         if name is not None and (outcome := read_outcome(store, info.key)) is not None:
             found[int(name[1])] = outcome
     return found
+
+
+def _read(document: bytes) -> Any:
+    """None: it is no JSON, as what a worker writes need not be."""
+    try:
+        return read_json(document)
+    except ValueError:
+        return None
+
+
+def _where(document: bytes) -> str:
+    found = _read(document)
+    return str(found.get("where", "")) if isinstance(found, dict) else ""
 
 
 class Seat:
@@ -81,7 +102,7 @@ class Seat:
         self._count += 1
         self._store.put_if_match(self._key, self._body(), self._etag)  # also if only its answer was lost
         data, self._etag = self._store.get_with_etag(self._key)
-        return bool(json.loads(data)["where"] == self._where)
+        return _where(data) == self._where
 
     def give_up(self) -> None:
         """For whoever waits for it; only while it is ours for sure. Raises StoreError."""

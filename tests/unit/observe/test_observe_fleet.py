@@ -25,6 +25,7 @@ from kit.synthetic_run import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlpipe._core.errors import DamagedError
 from mlpipe._core.records import Fallback, Membership
 from mlpipe.cli.session import CliSession
 from mlpipe.cli.status import command as status
@@ -227,6 +228,10 @@ def test_top_marks_ranks_of_replicas_that_left(tmp_path):
     assert [line.endswith("left") for line in table[1:]] == [False, False, True, True, False, False]
     append_event(store, key, Membership(members=[0, 1, 2], step=2, why="replica 1 comes"))
     assert not any(row.left for row in top.ranks("e-1"))
+    store.put(f"{key}/plan.json", b'{"train": 1}')
+    with pytest.raises(DamagedError, match="not a plan") as caught:  # it was a bug
+        Top(store).ranks("e-1")
+    assert str(caught.value.where).endswith("attempt-1/plan.json")
 
 
 def test_top_shows_a_damaged_run_as_such_and_skips_records_without_a_time(store, tmp_path):

@@ -224,6 +224,29 @@ def test_a_seat_is_kept_when_only_an_answer_was_lost(store, monkeypatch):
     assert replicas.coordinator(store, ATTEMPT) == "t@a:1"
 
 
+@pytest.mark.parametrize(
+    "junk", [b"", b"\xff", b"null", b"{", b"[" * 9000, b'{"where": {}}', b"[1, null, []]"]
+)
+def test_what_workers_write_beside_replicas_is_no_bug_and_no_word_of_what_is_submitted(store, junk):
+    """Their driver, who reads it, ended with a bug."""
+    for name in ("replicas", "left-out", "coordinator"):
+        store.put(f"{ATTEMPT}/{name}", junk)
+    assert replicas.wanted(store, ATTEMPT) is None
+    assert replicas.left_out(store, ATTEMPT) == []
+    assert "@" not in replicas.coordinator(store, ATTEMPT)
+    seat = replicas.Seat(store, ATTEMPT, "t@a:1")
+    assert seat.try_to_take(seat.try_to_take("")[1])[0]
+    store.put(f"{ATTEMPT}/coordinator", junk)
+    assert not seat.renew()
+    store.put(f"{ATTEMPT}/left-out", b'["node-1", "a b", "x\\ny", "--wrap=rm", 7]')
+    replicas.leave_out(store, ATTEMPT, "node-2")
+    assert replicas.left_out(store, ATTEMPT) == ["node-1", "node-2"]
+    store.put(f"{ATTEMPT}/profiles/step-000001/profile.json", junk)
+    with pytest.raises(DamagedError, match="not of a profile") as caught:
+        profiles.list_profiles(store, ATTEMPT)
+    assert str(caught.value.where).endswith("step-000001/profile.json")
+
+
 def test_a_stage_is_asked_for_until_it_is_taken_up(store):
     for stage in ("train", "corpus", "train"):
         wanted.ask(store, "r", stage)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlpipe._core.serial import from_json
 from mlpipe.observe.profiles.measure import RankProfile
 from mlpipe.observe.records import list_attempts
 from mlpipe.store import profiles
@@ -30,11 +29,11 @@ class StoredProfile:
 
 
 def read_profile(store: Store, attempt_key: str, profile: Profile) -> StoredProfile:
-    """What there is of it."""
+    """What there is of it. Raises StoreError."""
     ranks = []
     for rank in profiles.finished_ranks(store, attempt_key, profile):
-        data = store.get(profiles.summary_key(attempt_key, profile.first_step, rank))
-        ranks.append(from_json(RankProfile, data))
+        key = profiles.summary_key(attempt_key, profile.first_step, rank)
+        ranks.append(profiles.read(store, key, RankProfile))
     return StoredProfile(attempt_key, profile, tuple(ranks))
 
 
