@@ -47,6 +47,11 @@ VERBS = {
     "models": "List, show or promote registered models.",
     "doctor": "Say what this machine and the store lack, with remedies.",
 }
+_ELSEWHERE = {  # what other tools, whose users come here, call a verb
+    "apply": "submit", "describe": "status", "down": "cancel", "exec": "run", "get": "list",
+    "help": "--help", "kill": "cancel", "launch": "submit", "ls": "list", "ps": "list",
+    "queue": "list", "start": "submit", "stop": "cancel", "version": "--version",
+}  # fmt: skip
 _SIGPIPE_EXIT = 141  # what a shell reports of any program whose reader went away
 
 
@@ -72,7 +77,8 @@ class LazyGroup(click.Group):
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             from difflib import get_close_matches
 
-            close = get_close_matches(args[0], VERBS, n=1)
+            elsewhere = [_ELSEWHERE[args[0]]] if args[0] in _ELSEWHERE else None
+            close = elsewhere or get_close_matches(args[0], VERBS, n=1)
             ctx.fail(f"no such command {args[0]!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
         return super().resolve_command(ctx, args)
 

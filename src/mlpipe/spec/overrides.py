@@ -73,13 +73,14 @@ def put(root: Node, key: str, value: Node, place: Place) -> list[Problem]:
             known = sorted(filter(None, (text_of(s.value.get("name")) for s in stages(root))))
             word = key.removeprefix("stages.").split(".")[0]
             choices = [*known, *(sorted(_TOP) if parts[0] != "stages" else [])]
-            return [Problem.at(place, f"no stage {word!r}", closest(word, choices))]
+            owner = next((text_of(one.value.get("name")) for one in stages(root) if word in _keys(one)), None)
+            hint = f"did you mean {owner}.{key.removeprefix('stages.')}?" if owner else closest(word, choices)
+            return [Problem.at(place, f"no stage {word!r}", hint)]
         target, rest = named
         parts = rest.split(".") if rest else []
         if not parts:
             return [Problem.at(place, "a stage cannot be replaced", "set its keys, like NAME.steps=20")]
-        kind = kind_of(target)
-        own = set(spec_part(kind).keys) if kind is not None else set()
+        kind, own = kind_of(target), _keys(target)
         if kind is not None and parts[0] != kind.name and parts[0] in own:
             parts = [kind.name, *parts]
         elif parts[0] not in _STAGE:
@@ -99,6 +100,12 @@ def put(root: Node, key: str, value: Node, place: Place) -> list[Problem]:
         target = child
     target.value[parts[-1]] = value
     return []
+
+
+def _keys(stage: Node) -> set[str]:
+    """Those of the stage's kind, which may be set without it."""
+    kind = kind_of(stage)
+    return set(spec_part(kind).keys) if kind is not None else set()
 
 
 def _remove(target: Node, parts: Sequence[str], kind: type[BaseModel], place: Place) -> list[Problem]:

@@ -78,6 +78,9 @@ def test_every_verb_takes_the_shared_options(cli: Cli):
 def test_a_usage_error_exits_2_and_suggests(cli: Cli):
     done = cli("staus", "x", code=2)
     assert "Did you mean 'status'?" in done.stderr
+    for word, verb in {"stop": "cancel", "ls": "list", "version": "--version"}.items():  # of other tools
+        assert f"Did you mean {verb!r}?" in cli(word, "x", code=2).stderr
+    assert {*app._ELSEWHERE.values()} - app.VERBS.keys() == {"--help", "--version"}
     cli("status", code=2)
     cli("--nonsense", code=2)
 

@@ -95,6 +95,8 @@ stages:
         ("train.optimizer.lrr=20", "unknown key 'lrr'; did you mean 'lr'?"),
         ("trian.steps=20", "no stage 'trian'; did you mean 'train'?"),
         ("stages.trian.steps=20", "no stage 'trian'; did you mean 'train'?"),
+        ("optimizer.lr=1e-3", "no stage 'optimizer'; did you mean train.optimizer.lr?"),
+        ("stages.gate=val_loss < 3", "no stage 'gate'; did you mean evaluate.gate?"),
         ("sotre=x", "no stage 'sotre'; did you mean 'store'?"),
         ("train.steps=x", "expected a whole number, got the text 'x'; write a whole number"),
         ("train.steps=", "expected a whole number, got the text ''; write a whole number"),
