@@ -119,6 +119,7 @@ def _cut(out: Path, name: str, split: Split, dtype: str, shard_bytes: int) -> Sp
     with (out / split.file).open("rb") as file:
         while data := file.read(size):
             shard = f"{name}-{len(shards):05d}.bin"
+            (out / shard).unlink(missing_ok=True)
             (out / shard).write_bytes(data)
             shards.append(Shard(shard, len(data) // width, hashlib.sha256(data).hexdigest()))
     (out / split.file).unlink()
@@ -222,7 +223,8 @@ def _head(documents: list[Document], max_bytes: int) -> Iterator[str]:
 def _encode(tokenizer: Tokenizer, documents: list[Document], target: Path, dtype: str) -> Split:
     end = tokenizer.token_to_id(END_OF_TEXT)
     digest, num_tokens = hashlib.sha256(), 0
-    with target.open("wb") as file:
+    target.unlink(missing_ok=True)  # a training that has mapped the former file goes on with that
+    with target.open("xb") as file:
         for batch in _batches(documents):
             encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
             for encoding, (_, is_last) in zip(encodings, batch, strict=True):

@@ -111,6 +111,20 @@ def test_the_seed_changes_what_is_held_out(tmp_path, source):
     assert len(found) > 1
 
 
+@pytest.mark.parametrize("shard_bytes", [None, 300])
+def test_whoever_has_opened_a_file_that_is_written_anew_reads_on_in_it(tmp_path, source, shard_bytes):
+    """A training that had mapped it was killed by SIGBUS, or went on with other tokens."""
+    out = tmp_path / "out"
+    corpus.build_corpus(out, source=source, vocab_size=300, shard_bytes=shard_bytes)
+    tokens = np.memmap(next(out.glob("train*.bin")), dtype="uint16", mode="r")
+    before = np.fromfile(tokens.filename, dtype="uint16")
+    corpus.build_corpus(out, source=source, vocab_size=280, seed=1, shard_bytes=shard_bytes)
+    assert np.array_equal(tokens, before)
+    assert not np.array_equal(np.fromfile(tokens.filename, dtype="uint16"), before)
+    if shard_bytes is None:
+        verify(open_folder(out))
+
+
 def test_an_interrupted_rewrite_leaves_no_manifest(tmp_path, source, monkeypatch):
     out = tmp_path / "out"
     corpus.build_corpus(out, source=source, vocab_size=300)
