@@ -125,7 +125,7 @@ def _next(store: Store, run: RunState) -> list[str]:
 
 def _under_another_strategy(store: Store, run: RunState, trained: str, start: str, where: str) -> list[str]:
     """The same run, split in another way; none where that is more than a word: workers share samples, and
-    batches need not come out even over all of them, or much was set besides."""
+    batches need not come out even over all of them, or much was set besides; nor for one worker."""
     from mlpipe.plan.plan import Plan
     from mlpipe.plan.work import TrainPlan
 
@@ -138,7 +138,7 @@ def _under_another_strategy(store: Store, run: RunState, trained: str, start: st
     overrides = [one for one in run.meta.get("set") or () if not one.startswith(same)]
     if train is None or len(overrides) > _FEW or train.mesh.ep > 1 or train.compress or train.islands:
         return []
-    if train.mesh.num_data_ranks != train.mesh.world_size:
+    if train.mesh.world_size == 1 or train.mesh.num_data_ranks != train.mesh.world_size:
         return []
     other = f"stages.{trained}.train." + ("strategy=ddp" if train.mesh.dp_shard > 1 else "strategy=fsdp")
     words = [f" --set {shlex.quote(one)}" for one in (*overrides, other)]

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.unit
             "--set train.steps=5 --set stages.train.train.strategy=fsdp",
         ),
         ({"mesh": Mesh(tp=2)}, [], None),
+        ({"strategy": "fsdp", "mesh": Mesh()}, [], None),  # of one worker it was fsdp after fsdp
         ({"mesh": Mesh(dp_shard=2, ep=2)}, [], None),
         ({}, ["train.steps=5"] * 5, None),
     ],
