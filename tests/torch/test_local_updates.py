@@ -27,7 +27,7 @@ from mlpipe.train.shards import LocalShard
 pytestmark = pytest.mark.torch
 STEPS, KILLED_AFTER = 8, 5
 DILOCO = IslandsPlan(sync_every=3, outer_lr=0.7, outer_momentum=0.5, compress="int8", fragments=2)
-STALE = replace(DILOCO, staleness=2)
+STALE = DILOCO._replace(staleness=2)
 
 
 def sgd(momentum: float = 0.0) -> OptimizerPlan:
@@ -165,7 +165,7 @@ def trained(tmp_path_factory):
     hsdp: dict[str, Any] = {"world_size": 4, "strategy": "hsdp"}
     of_four = [
         plan_of("hsdp", nesterov, **hsdp),
-        plan_of("stale-hsdp", replace(nesterov, staleness=2), **hsdp),
+        plan_of("stale-hsdp", nesterov._replace(staleness=2), **hsdp),
     ]
     plans.run_together(of_four, folder / "four")
     coming = {"strategy": "single", "world_size": 1, "micro_batch": 16}

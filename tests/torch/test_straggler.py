@@ -164,7 +164,7 @@ def test_data_ranks_of_several_workers_have_the_share_of_their_class_or_of_the_s
     made = {}
     for num_ranks, mesh in ((1, Mesh()), (4, Mesh(dp_replicate=2, tp=2))):
         common: dict[str, Any] = {"world_size": num_ranks, "mesh": mesh, "every": 100, "deterministic": False}
-        groups = tuple(replace(one, num_nodes=2, num_workers=2) for one in GROUPS)
+        groups = tuple(one._replace(num_nodes=2, num_workers=2) for one in GROUPS)
         paced = ModelPlan(Entry("kit.models:paced", {"seconds": seconds[num_ranks]}), None, 32, (), SPLIT)
         if num_ranks > 1:
             common |= {"communication": "resident"}
