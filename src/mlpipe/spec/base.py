@@ -20,7 +20,8 @@ _LOADER = "pydantic.plugin._loader"
 
 class SpecModel(BaseModel):
     """Its validator is made when the first value is checked, and knows of the mappings in it only where they
-    have theirs: of a hundred classes a file needs a dozen."""
+    have theirs: of a hundred classes a file needs a dozen. Modules of such classes do without annotations
+    from `__future__`, each of which pydantic would compile."""
 
     model_config = ConfigDict(
         extra="forbid",

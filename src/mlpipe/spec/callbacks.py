@@ -1,7 +1,5 @@
 """The `callbacks` of a training: objects of the user's own that hear how it goes."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

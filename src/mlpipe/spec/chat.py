@@ -1,7 +1,5 @@
 """Conversations, for the trainings that read some; rules between their keys: `spec/uneven_data.py`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag

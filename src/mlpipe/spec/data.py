@@ -1,8 +1,6 @@
 """The `data` of a training: where its samples come from, and how many make a step. Other mappings than that
 of tokens: `spec/own_data.py`, `spec/chat.py`, `spec/mixture.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 

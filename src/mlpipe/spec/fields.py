@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from mlpipe._core.gate import GATE_PATTERN, parse_gate
 from mlpipe._core.gate import NAME_PATTERN as METRIC_PATTERN
@@ -18,6 +18,24 @@ from mlpipe._core.ids import BUCKET_PATTERN, BUCKET_RULE, NAME_PATTERN, is_bucke
 from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
 from mlpipe.spec.problems import closest
 from mlpipe.spec.tree import Ambiguous
+
+
+class _After:
+    """As pydantic's AfterValidator, of a function of one argument, whose signature it need not look up for
+    each key."""
+
+    def __init__(self, check: Callable[[Any], Any]) -> None:
+        self._check = check
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+
+class _Before(_After):
+    """Likewise, of the value as it was written."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
 
 
 def wrong(message: str, hint: str) -> PydanticCustomError:
@@ -55,7 +73,7 @@ def name_or_settings(
 
     tagged = [Annotated[model, Tag(model.__name__)] for model in models.values()]
     name: Any = Annotated[Literal[tuple(names)], Tag("name")]
-    return Annotated[Union[(name, *tagged)], Discriminator(tag), BeforeValidator(check)]
+    return Annotated[Union[(name, *tagged)], Discriminator(tag), _Before(check)]
 
 
 def by_key(**models: type[BaseModel]) -> Discriminator:
@@ -111,13 +129,13 @@ def _parses(parse: Callable[[str], Any], above: float | None = None) -> Callable
     return check
 
 
-def _quantity(example: str) -> BeforeValidator:
+def _quantity(example: str) -> _Before:
     def check(value: Any) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool):
             raise wrong(f"{value!r} has no unit", f"write like {example}")
         return _unambiguous(value)
 
-    return BeforeValidator(check)
+    return _Before(check)
 
 
 def _schema(pattern: str, **more: int) -> Any:
@@ -132,8 +150,8 @@ ENTRY_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-
 IMAGE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}"
 STORE_PATTERN = rf"s3://{BUCKET_PATTERN}(/[A-Za-z0-9._=-]+)*/?|file:///[^{{}}]*|(?![A-Za-z0-9]+:/)[^{{}}]+"
 
-Text = Annotated[str, BeforeValidator(_unambiguous)]
-Json = Annotated[Any, BeforeValidator(_json)]
+Text = Annotated[str, _Before(_unambiguous)]
+Json = Annotated[Any, _Before(_json)]
 
 
 def _name(text: str) -> str:
@@ -152,10 +170,10 @@ def _bucket(text: str) -> str:
     return text
 
 
-Name = Annotated[Text, AfterValidator(_name), _schema(NAME_PATTERN)]
+Name = Annotated[Text, _After(_name), _schema(NAME_PATTERN)]
 EnvName = Annotated[
     Text,
-    AfterValidator(
+    _After(
         _matches(
             ENV_PATTERN, "a name of an environment variable", "write letters, digits and '_', like MY_FLAG"
         )
@@ -164,47 +182,43 @@ EnvName = Annotated[
 ]
 EntryPath = Annotated[
     Text,
-    AfterValidator(
-        _matches(ENTRY_PATTERN, "an import path", "write like 'my_package.my_module:build_model'")
-    ),
+    _After(_matches(ENTRY_PATTERN, "an import path", "write like 'my_package.my_module:build_model'")),
     _schema(ENTRY_PATTERN),
 ]
 Image = Annotated[
     Text,
-    AfterValidator(
+    _After(
         _matches(IMAGE_PATTERN, "an image reference", "write like 'registry.example.com/team/mlpipe:1.4'")
     ),
     _schema(IMAGE_PATTERN),
 ]
 StoreUrl = Annotated[
     Text,
-    AfterValidator(_bucket),
-    AfterValidator(
-        _matches(STORE_PATTERN, "a store", "write a folder like './runs', or 's3://bucket/prefix'")
-    ),
+    _After(_bucket),
+    _After(_matches(STORE_PATTERN, "a store", "write a folder like './runs', or 's3://bucket/prefix'")),
     _schema(STORE_PATTERN),
 ]
 Size = Annotated[
     str,
-    AfterValidator(_parses(parse_bytes, above=0)),
+    _After(_parses(parse_bytes, above=0)),
     _quantity("'30 GiB'"),
     _schema(_NUMBER + r"(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*", maxLength=MAX_QUANTITY),
 ]
 SizeOrAuto = Annotated[
     str,
-    AfterValidator(_parses(lambda text: 1 if text == "auto" else parse_bytes(text), above=0)),
+    _After(_parses(lambda text: 1 if text == "auto" else parse_bytes(text), above=0)),
     _quantity("'8 MiB', or auto"),
     _schema(_NUMBER + r"(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*|auto", maxLength=MAX_QUANTITY),
 ]
 Duration = Annotated[
     str,
-    AfterValidator(_parses(parse_seconds, above=0)),
+    _After(_parses(parse_seconds, above=0)),
     _quantity("'15 min'"),
     _schema(_NUMBER + r"(ms|s|min|h|d)\s*", maxLength=MAX_QUANTITY),
 ]
 Every = Annotated[
     str,
-    AfterValidator(_parses(parse_cadence)),
+    _After(_parses(parse_cadence)),
     _quantity("'100 steps' or '15 min'"),
     _schema(rf"{_STEPS}|{_NUMBER}(ms|s|min|h|d)\s*", maxLength=MAX_QUANTITY),
 ]
@@ -218,14 +232,14 @@ def _steps(text: str) -> str:
 
 Steps = Annotated[
     str,
-    AfterValidator(_parses(_steps)),
+    _After(_parses(_steps)),
     _quantity("'200 steps'"),
     _schema(_STEPS, maxLength=MAX_QUANTITY),
 ]
 
 
 def _text(pattern: str, what: str, hint: str) -> Any:
-    return Annotated[Text, AfterValidator(_matches(pattern, what, hint)), _schema(pattern)]
+    return Annotated[Text, _After(_matches(pattern, what, hint)), _schema(pattern)]
 
 
 # What Kubernetes takes: apimachinery's util/validation, which the API server runs on the same values.
@@ -319,7 +333,7 @@ ModelVersion = _text(
     "write like 'stdlib-lm@production' or 'stdlib-lm/3'",
 )
 MetricName = _text(METRIC_PATTERN, "a name of a metric", "write letters, digits and '_', like top_five")
-GateText = Annotated[Text, AfterValidator(_parses(parse_gate)), _schema(GATE_PATTERN, maxLength=MAX_QUANTITY)]
+GateText = Annotated[Text, _After(_parses(parse_gate)), _schema(GATE_PATTERN, maxLength=MAX_QUANTITY)]
 
 # Bounds that no one meets, so that arithmetic on nonsense ends.
 Count = Annotated[int, Field(ge=1, le=10**12)]
@@ -345,9 +359,7 @@ def limits_of(nodes: str) -> tuple[int, int] | None:
 
 NodeRange = Annotated[
     Text,
-    AfterValidator(
-        _matches(_NODES, "a range of nodes", "write the fewest, 1 at least, and the most, like 2..8")
-    ),
+    _After(_matches(_NODES, "a range of nodes", "write the fewest, 1 at least, and the most, like 2..8")),
     _schema(_NODES),
 ]
 Nodes = Annotated[

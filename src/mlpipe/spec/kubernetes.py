@@ -1,8 +1,6 @@
 """The `kubernetes` section of a pipeline file, typed. Mappings in it that few files have:
 `spec/kubernetes_parts.py`. Between its values: `spec/kubernetes_rules.py`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Mappings in the `kubernetes` section that few files have."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field

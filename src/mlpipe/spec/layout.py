@@ -1,8 +1,6 @@
 """How workers are laid out, for the trainings that say so: `mesh`, `pipeline` and `context`. Rules:
 `spec/mesh.py`, `spec/pipelines.py`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

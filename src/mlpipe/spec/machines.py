@@ -1,7 +1,5 @@
 """Mappings of a stage's `resources` that few files have."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from mlpipe.spec import fields as f

@@ -1,7 +1,5 @@
 """Metrics of the user's own, for the files that have some."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from mlpipe._core.gate import default_name

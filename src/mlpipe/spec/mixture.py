@@ -1,7 +1,5 @@
 """Mixtures of data, for the trainings that have one."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field, Tag

@@ -4,8 +4,6 @@ Shapes and types live here, of what a kind of stages adds in `kinds/<kind>/spec.
 fields or stages at once is in `spec/rules.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar

@@ -1,7 +1,5 @@
 """Models that are none of mlpipe's presets, for the trainings that have them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

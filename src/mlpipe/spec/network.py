@@ -5,8 +5,6 @@ A profile of that file stands written out in what a run keeps: whoever submits n
 says of networks alone, since whoever names it does not read it: no other variable, annotation or resource.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

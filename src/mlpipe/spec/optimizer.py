@@ -5,8 +5,6 @@ The keys keep one order, since the digest of a pipeline is of its text: pydantic
 base class first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union

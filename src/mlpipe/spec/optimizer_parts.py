@@ -1,7 +1,5 @@
 """What few trainings say of their optimizer."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

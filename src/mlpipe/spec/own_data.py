@@ -1,8 +1,6 @@
 """Data sets of the user's own and files that are read as they are, for the trainings that have them; in a
 mixture: `spec/mixture.py`."""
 
-from __future__ import annotations
-
 from typing import Literal, cast
 
 from pydantic import Field

@@ -1,8 +1,6 @@
 """`places.yaml`: where a user's runs can go, for `mlpipe submit --to auto`. No key of it holds a secret: how
 a place is reached stands where its own tools keep that (a kubeconfig, Slurm's configuration)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

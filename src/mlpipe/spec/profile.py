@@ -1,7 +1,5 @@
 """The `profile` of a training, for those that have one."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from mlpipe.spec import fields as f

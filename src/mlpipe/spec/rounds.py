@@ -1,7 +1,5 @@
 """How often workers agree on the weights, of a training that says `update`: its settings, by name."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field, create_model

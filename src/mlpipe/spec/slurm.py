@@ -1,7 +1,5 @@
 """The `slurm` section of a pipeline file, typed. Between its values: `spec/slurm_rules.py`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

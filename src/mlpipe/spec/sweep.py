@@ -1,8 +1,6 @@
 """`sweep`: the same pipeline again and again with other values, each time a run of its own. The rules between
 these keys and the rest of the file are in `spec/sweep_rules.py`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Settings of trackers, for the trainings that have some."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

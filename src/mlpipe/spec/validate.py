@@ -1,7 +1,5 @@
 """The `validate` of a training, for those that have it; rules: `spec/validation.py`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Mappings of `train.init_from` and `train.adapter`, for the files that have them."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field

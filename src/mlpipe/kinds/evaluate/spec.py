@@ -1,7 +1,5 @@
 """The keys of a stage that evaluates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +37,7 @@ class Evaluate(SpecModel):
     generate_tokens: f.CountOrZero = Field(64, description="Length of the generated sample.")
 
 
-def _smoke(work: Evaluate, smoke: Smoke, num_workers: int) -> dict[str, Any]:
+def _smoke(work: Evaluate, smoke: "Smoke", num_workers: int) -> dict[str, Any]:
     """No gate: what a few steps have learnt passes none."""
     if not smoke.tiny:
         return {}

@@ -1,7 +1,5 @@
 """The keys of a stage that promotes."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -26,7 +24,7 @@ class Promote(SpecModel):
     )
 
 
-def _smoke(work: Promote, smoke: Smoke, num_workers: int) -> dict[str, Any]:
+def _smoke(work: Promote, smoke: "Smoke", num_workers: int) -> dict[str, Any]:
     """Whatever a smoke test changes of the training, nobody wants its model."""
     return {"dry_run": True}
 

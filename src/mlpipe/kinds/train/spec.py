@@ -1,7 +1,5 @@
 """The keys of a stage that trains, and the rules between them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -427,7 +425,7 @@ def _overridden(train: Node, key: Sequence[str], value: Any) -> str | None:
     return "drops the stage's mesh, which is of another strategy"
 
 
-def _tiny_shape(train: Train, smoke: Smoke, num_workers: int) -> dict[str, int]:
+def _tiny_shape(train: Train, smoke: "Smoke", num_workers: int) -> dict[str, int]:
     """Sizes of the smallest shape that its own mesh can split; with fewer workers it has none."""
     sizes = (
         train.mesh.on(num_workers) if train.mesh is not None and smoke.ranks is None else Infeasible("", "")
@@ -447,7 +445,7 @@ def _tiny_shape(train: Train, smoke: Smoke, num_workers: int) -> dict[str, int]:
     }
 
 
-def _smoke(train: Train, smoke: Smoke, num_workers: int) -> dict[str, Any]:
+def _smoke(train: Train, smoke: "Smoke", num_workers: int) -> dict[str, Any]:
     """Models and data sets of the user's own stay as they are, but for the samples in a step."""
     changes: dict[str, Any] = {}
     two_axes = len(DATA_AXES.get(train.strategy, ())) == 2
