@@ -9,7 +9,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+)
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from mlpipe._core.gate import GATE_PATTERN, parse_gate
@@ -20,22 +28,21 @@ from mlpipe.spec.problems import closest
 from mlpipe.spec.tree import Ambiguous
 
 
-class _After:
-    """As pydantic's AfterValidator, of a function of one argument, whose signature it need not look up for
-    each key."""
+class _Checked:
+    """Of single values: `schema` checks them, `twin` is what the JSON Schema says of it besides. Pydantic's
+    Field and AfterValidator would be looked into for each key, which takes a hundredth of a command."""
 
-    def __init__(self, check: Callable[[Any], Any]) -> None:
-        self._check = check
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-
-class _Before(_After):
-    """Likewise, of the value as it was written."""
+    def __init__(self, schema: CoreSchema, **twin: Any) -> None:
+        self._schema = schema
+        self._twin = twin
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._check, handler(source))
+        return {**self._schema}  # pydantic adds to it
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(schema), **self._twin}
 
 
 def wrong(message: str, hint: str) -> PydanticCustomError:
@@ -73,7 +80,7 @@ def name_or_settings(
 
     tagged = [Annotated[model, Tag(model.__name__)] for model in models.values()]
     name: Any = Annotated[Literal[tuple(names)], Tag("name")]
-    return Annotated[Union[(name, *tagged)], Discriminator(tag), _Before(check)]
+    return Annotated[Union[(name, *tagged)], Discriminator(tag), BeforeValidator(check)]
 
 
 def by_key(**models: type[BaseModel]) -> Discriminator:
@@ -129,17 +136,39 @@ def _parses(parse: Callable[[str], Any], above: float | None = None) -> Callable
     return check
 
 
-def _quantity(example: str) -> _Before:
-    def check(value: Any) -> Any:
+def _text(check: Callable[[str], str], pattern: str, **twin: int) -> _Checked:
+    """Of text that `check` takes, which is what matches `pattern`."""
+    checked = core_schema.no_info_after_validator_function(check, _TEXT)
+    return _Checked(checked, pattern=f"^(?:{pattern})$", **twin)
+
+
+def _like(pattern: str, what: str, hint: str) -> _Checked:
+    return _text(_matches(pattern, what, hint), pattern)
+
+
+def _matching(pattern: str, what: str, hint: str) -> Any:
+    return Annotated[str, _like(pattern, what, hint)]
+
+
+def _quantity(parse: Callable[[str], str], example: str, pattern: str) -> _Checked:
+    """Of text of a number and its unit, like `example`, which `parse` takes."""
+
+    def with_unit(value: Any) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool):
             raise wrong(f"{value!r} has no unit", f"write like {example}")
         return _unambiguous(value)
 
-    return _Before(check)
+    parsed = core_schema.no_info_after_validator_function(parse, core_schema.str_schema())
+    checked = core_schema.no_info_before_validator_function(with_unit, parsed)
+    return _Checked(checked, pattern=f"^(?:{pattern})$", maxLength=MAX_QUANTITY)
 
 
-def _schema(pattern: str, **more: int) -> Any:
-    return Field(json_schema_extra={"pattern": f"^(?:{pattern})$", **more})
+def _int(least: int, most: int) -> _Checked:
+    return _Checked(core_schema.int_schema(ge=least, le=most))
+
+
+def _float(**bounds: Any) -> _Checked:
+    return _Checked(core_schema.float_schema(**bounds))
 
 
 MAX_QUANTITY = 64
@@ -150,8 +179,10 @@ ENTRY_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-
 IMAGE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}"
 STORE_PATTERN = rf"s3://{BUCKET_PATTERN}(/[A-Za-z0-9._=-]+)*/?|file:///[^{{}}]*|(?![A-Za-z0-9]+:/)[^{{}}]+"
 
-Text = Annotated[str, _Before(_unambiguous)]
-Json = Annotated[Any, _Before(_json)]
+_TEXT = core_schema.no_info_before_validator_function(_unambiguous, core_schema.str_schema())
+Text = Annotated[str, _Checked(_TEXT)]
+_JSON = core_schema.no_info_before_validator_function(_json, core_schema.any_schema())
+Json = Annotated[Any, _Checked(_JSON)]
 
 
 def _name(text: str) -> str:
@@ -163,65 +194,41 @@ def _name(text: str) -> str:
     return text
 
 
-def _bucket(text: str) -> str:
+_is_store = _matches(STORE_PATTERN, "a store", "write a folder like './runs', or 's3://bucket/prefix'")
+
+
+def _store(text: str) -> str:
     bucket = text.removeprefix("s3://").partition("/")[0]
     if text.startswith("s3://") and not is_bucket(bucket):
         raise wrong(f"{text!r} names no bucket", f"write 's3://bucket/prefix'; {BUCKET_RULE}")
-    return text
+    return _is_store(text)
 
 
-Name = Annotated[Text, _After(_name), _schema(NAME_PATTERN)]
+Name = Annotated[str, _text(_name, NAME_PATTERN)]
 EnvName = Annotated[
-    Text,
-    _After(
-        _matches(
-            ENV_PATTERN, "a name of an environment variable", "write letters, digits and '_', like MY_FLAG"
-        )
-    ),
-    _schema(ENV_PATTERN),
+    str,
+    _like(ENV_PATTERN, "a name of an environment variable", "write letters, digits and '_', like MY_FLAG"),
 ]
 EntryPath = Annotated[
-    Text,
-    _After(_matches(ENTRY_PATTERN, "an import path", "write like 'my_package.my_module:build_model'")),
-    _schema(ENTRY_PATTERN),
+    str, _like(ENTRY_PATTERN, "an import path", "write like 'my_package.my_module:build_model'")
 ]
 Image = Annotated[
-    Text,
-    _After(
-        _matches(IMAGE_PATTERN, "an image reference", "write like 'registry.example.com/team/mlpipe:1.4'")
-    ),
-    _schema(IMAGE_PATTERN),
+    str, _like(IMAGE_PATTERN, "an image reference", "write like 'registry.example.com/team/mlpipe:1.4'")
 ]
-StoreUrl = Annotated[
-    Text,
-    _After(_bucket),
-    _After(_matches(STORE_PATTERN, "a store", "write a folder like './runs', or 's3://bucket/prefix'")),
-    _schema(STORE_PATTERN),
-]
-Size = Annotated[
-    str,
-    _After(_parses(parse_bytes, above=0)),
-    _quantity("'30 GiB'"),
-    _schema(_NUMBER + r"(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*", maxLength=MAX_QUANTITY),
-]
+StoreUrl = Annotated[str, _text(_store, STORE_PATTERN)]
+_BYTES = _NUMBER + r"(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*"
+Size = Annotated[str, _quantity(_parses(parse_bytes, above=0), "'30 GiB'", _BYTES)]
 SizeOrAuto = Annotated[
     str,
-    _After(_parses(lambda text: 1 if text == "auto" else parse_bytes(text), above=0)),
-    _quantity("'8 MiB', or auto"),
-    _schema(_NUMBER + r"(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*|auto", maxLength=MAX_QUANTITY),
+    _quantity(
+        _parses(lambda text: 1 if text == "auto" else parse_bytes(text), above=0),
+        "'8 MiB', or auto",
+        rf"{_BYTES}|auto",
+    ),
 ]
-Duration = Annotated[
-    str,
-    _After(_parses(parse_seconds, above=0)),
-    _quantity("'15 min'"),
-    _schema(_NUMBER + r"(ms|s|min|h|d)\s*", maxLength=MAX_QUANTITY),
-]
-Every = Annotated[
-    str,
-    _After(_parses(parse_cadence)),
-    _quantity("'100 steps' or '15 min'"),
-    _schema(rf"{_STEPS}|{_NUMBER}(ms|s|min|h|d)\s*", maxLength=MAX_QUANTITY),
-]
+_SECONDS = _NUMBER + r"(ms|s|min|h|d)\s*"
+Duration = Annotated[str, _quantity(_parses(parse_seconds, above=0), "'15 min'", _SECONDS)]
+Every = Annotated[str, _quantity(_parses(parse_cadence), "'100 steps' or '15 min'", rf"{_STEPS}|{_SECONDS}")]
 
 
 def _steps(text: str) -> str:
@@ -230,17 +237,7 @@ def _steps(text: str) -> str:
     return text
 
 
-Steps = Annotated[
-    str,
-    _After(_parses(_steps)),
-    _quantity("'200 steps'"),
-    _schema(_STEPS, maxLength=MAX_QUANTITY),
-]
-
-
-def _text(pattern: str, what: str, hint: str) -> Any:
-    return Annotated[Text, _After(_matches(pattern, what, hint)), _schema(pattern)]
-
+Steps = Annotated[str, _quantity(_parses(_steps), "'200 steps'", _STEPS)]
 
 # What Kubernetes takes: apimachinery's util/validation, which the API server runs on the same values.
 _LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
@@ -251,96 +248,100 @@ _QUALIFIED = (
 _PATH = r"(?:/(?!\.\.?(?:/|$))[^/:\x00-\x1f]+)+"
 _LABEL_VALUE = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 
-DnsLabel = _text(_LABEL, "a DNS label", "write 1 to 63 of a-z, 0-9 and '-', like 'team-a'")
-ObjectName = _text(
+DnsLabel = _matching(_LABEL, "a DNS label", "write 1 to 63 of a-z, 0-9 and '-', like 'team-a'")
+ObjectName = _matching(
     _SUBDOMAIN,
     "a name in Kubernetes",
     "write a-z, 0-9, '-' and '.', starting and ending with one of the first two",
 )
-QueueName = _text(  # stands in a label, too
+QueueName = _matching(  # stands in a label, too
     rf"(?=.{{1,63}}$){_LABEL}(?:\.{_LABEL})*",
     "a queue",
     "write 1 to 63 of a-z, 0-9, '-' and '.', like 'team-a'",
 )
-LabelKey = _text(_QUALIFIED, "a label key", "write like 'example.com/rack'")
-LabelValue = _text(_LABEL_VALUE, "a label value", "write up to 63 letters, digits, '-', '_' and '.'")
-DataKey = _text(
+LabelKey = _matching(_QUALIFIED, "a label key", "write like 'example.com/rack'")
+LabelValue = _matching(_LABEL_VALUE, "a label value", "write up to 63 letters, digits, '-', '_' and '.'")
+DataKey = _matching(
     r"[-._A-Za-z0-9]{1,253}", "a key of a Secret or ConfigMap", "write letters, digits, '-', '_', '.'"
 )
-ResourceName = _text(
+ResourceName = _matching(
     rf"(?=[^/]{{1,253}}/){_LABEL}(?:\.{_LABEL})*/[A-Za-z0-9](?:[-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?",
     "an extended resource",
     "write like 'rdma/hca'",
 )
 # Of a network's profile, which a platform hands to all of its users.
 _OF_NETWORKS = "write it in the pipeline file, under 'network', where whoever submits sees it"
-NetworkEnv = _text(
+NetworkEnv = _matching(
     r"(?:TORCH_NCCL|NCCL|RCCL|GLOO|FI|OFI|UCX|UCC|RDMAV|IBV|MLX[45]|PSM[23])_[A-Z0-9_]+|LD_LIBRARY_PATH",
     "a variable of networks",
     _OF_NETWORKS,
 )
-NetworkAnnotation = _text(
+NetworkAnnotation = _matching(
     r"(?:k8s\.v1\.cni\.cncf\.io|v1\.multus-cni\.io|networking\.gke\.io|cni\.projectcalico\.org|k8s\.ovn\.org"
     r"|ovn\.kubernetes\.io|network\.alibabacloud\.com|network\.openshift\.io)/[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?",
     "an annotation of networks",
     _OF_NETWORKS,
 )
-NetworkResource = _text(
+NetworkResource = _matching(
     rf"(?!(?:nvidia\.com/(?:gpu|mig)|amd\.com/gpu|gpu\.intel\.com/))(?=[^/]{{1,253}}/){_LABEL}(?:\.{_LABEL})*"
     r"/[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?",
     "a device of networks",
     "write like 'rdma/hca'",
 )
-MountPath = _text(_PATH, "an absolute path", "write like '/data', without '..' and ':'")
+MountPath = _matching(_PATH, "an absolute path", "write like '/data', without '..' and ':'")
 # of a container's mounts, which stand in one word with commas between them
-ListedPath = _text(
+ListedPath = _matching(
     _PATH.replace("/:", "/:,"), "an absolute path", "write like '/data', without '..', ':' and ','"
 )
-SubPath = _text(
+SubPath = _matching(
     r"(?!\.\.?(?:/|$))[^/:\x00-\x1f]+(?:/(?!\.\.?(?:/|$))[^/:\x00-\x1f]+)*",
     "a path inside a volume",
     "write like 'team/data', without '..'",
 )
 # What stands in a line `#SBATCH --option=value`, where nothing is quoted.
-SlurmName = _text(
-    r"[A-Za-z0-9][A-Za-z0-9_.,:@%+/-]{0,127}", "a name in Slurm", "write letters, digits, '_', '-', '.', ','"
+SlurmName = _matching(
+    r"[A-Za-z0-9][A-Za-z0-9_.,:@%+/-]{0,127}",
+    "a name in Slurm",
+    "write letters, digits, '_', '-', '.', ','",
 )
-SlurmConstraint = _text(
-    r"[A-Za-z0-9_.&|*,()\[\]-]{1,255}", "a constraint", "write features like 'a100&nvlink', without blanks"
+SlurmConstraint = _matching(
+    r"[A-Za-z0-9_.&|*,()\[\]-]{1,255}",
+    "a constraint",
+    "write features like 'a100&nvlink', without blanks",
 )
-SbatchOption = _text(r"[a-z][a-z0-9-]{1,40}", "an option of sbatch", "write its long name without '--'")
-HttpUrl = _text(
+SbatchOption = _matching(r"[a-z][a-z0-9-]{1,40}", "an option of sbatch", "write its long name without '--'")
+HttpUrl = _matching(
     r"https?://[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[0-9]{1,5})?(?:/[!-z|~]*)?",
     "a URL",
     "write like 'http://minio.storage:9000'",
 )
-Arn = _text(r"arn:[!-z|~]{1,2043}", "an ARN", "write like 'arn:aws:iam::123456789012:role/mlpipe-worker'")
-Audience = _text(r"[!-z|~]{1,253}", "an audience", "write like 'sts.amazonaws.com'")
-WeightsPath = _text(
+Arn = _matching(r"arn:[!-z|~]{1,2043}", "an ARN", "write like 'arn:aws:iam::123456789012:role/mlpipe-worker'")
+Audience = _matching(r"[!-z|~]{1,253}", "an audience", "write like 'sts.amazonaws.com'")
+WeightsPath = _matching(
     r"(?![^\n]*\.(?:pt|pth|bin|ckpt|pkl|pickle)$)[^\n]+",
     "a file that mlpipe reads: a pickle runs the code that it holds",
     "write it as safetensors where you trust it: safetensors.torch.save_file(torch.load(FILE, "
     "weights_only=True), 'model.safetensors')",
 )
-Revision = _text(
+Revision = _matching(
     r"(?!.*\.\.)[A-Za-z0-9_](?:[A-Za-z0-9._/-]{0,253}[A-Za-z0-9_-])?",
     "a revision",
     "write a commit, a branch or a tag, like 'main'",
 )
-ModelVersion = _text(
+ModelVersion = _matching(
     rf"{NAME_PATTERN}(?:@{NAME_PATTERN}|/[0-9]+)",
     "a version of a model",
     "write like 'stdlib-lm@production' or 'stdlib-lm/3'",
 )
-MetricName = _text(METRIC_PATTERN, "a name of a metric", "write letters, digits and '_', like top_five")
-GateText = Annotated[Text, _After(_parses(parse_gate)), _schema(GATE_PATTERN, maxLength=MAX_QUANTITY)]
+MetricName = _matching(METRIC_PATTERN, "a name of a metric", "write letters, digits and '_', like top_five")
+GateText = Annotated[str, _text(_parses(parse_gate), GATE_PATTERN, maxLength=MAX_QUANTITY)]
 
 # Bounds that no one meets, so that arithmetic on nonsense ends.
-Count = Annotated[int, Field(ge=1, le=10**12)]
-CountOrZero = Annotated[int, Field(ge=0, le=10**12)]
-HundredAtMost = Annotated[int, Field(ge=1, le=100)]
-FewCount = Annotated[int, Field(ge=1, le=100_000)]
-FewOrZero = Annotated[int, Field(ge=0, le=100_000)]
+Count = Annotated[int, _int(1, 10**12)]
+CountOrZero = Annotated[int, _int(0, 10**12)]
+HundredAtMost = Annotated[int, _int(1, 100)]
+FewCount = Annotated[int, _int(1, 100_000)]
+FewOrZero = Annotated[int, _int(0, 100_000)]
 _NODES = r"0*[1-9][0-9]{0,4}\.\.0*[1-9][0-9]{0,4}"
 
 
@@ -358,9 +359,7 @@ def limits_of(nodes: str) -> tuple[int, int] | None:
 
 
 NodeRange = Annotated[
-    Text,
-    _After(_matches(_NODES, "a range of nodes", "write the fewest, 1 at least, and the most, like 2..8")),
-    _schema(_NODES),
+    str, _like(_NODES, "a range of nodes", "write the fewest, 1 at least, and the most, like 2..8")
 ]
 Nodes = Annotated[
     Annotated[FewCount, Tag("number")] | Annotated[NodeRange, Tag("range")],
@@ -368,15 +367,15 @@ Nodes = Annotated[
 ]
 CountOrAuto = Count | Literal["auto"]
 CountOrFill = Count | Literal["fill"]
-Workers = Annotated[int, Field(ge=0, le=1_000)] | Literal["auto"]
-Port = Annotated[int, Field(ge=0, le=65_535)]
-Cpus = Annotated[float, Field(ge=0.1, le=100_000)]
-Positive = Annotated[float, Field(gt=0)]
-Weight = Annotated[float, Field(ge=0.001, le=1_000_000)]
-NotNegative = Annotated[float, Field(ge=0)]
-PositiveRatio = Annotated[float, Field(gt=0, le=1)]
-Ratio = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Workers = Annotated[int, _int(0, 1_000)] | Literal["auto"]
+Port = Annotated[int, _int(0, 65_535)]
+Cpus = Annotated[float, _float(ge=0.1, le=100_000)]
+Positive = Annotated[float, _float(gt=0)]
+Weight = Annotated[float, _float(ge=0.001, le=1_000_000)]
+NotNegative = Annotated[float, _float(ge=0)]
+PositiveRatio = Annotated[float, _float(gt=0, le=1)]
+Ratio = Annotated[float, _float(ge=0, le=1)]
+BelowOne = Annotated[float, _float(ge=0, lt=1)]
 
 # What is said of keys that stand in several mappings.
 TOKENS = (
