@@ -28,12 +28,13 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NULLS = ("", "~", "null", "Null", "NULL")
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _WORDS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
-_SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
-_UNDERSCORES = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?|[-+]?\.[0-9][0-9_]*")
-_RADIX = re.compile(r"[-+]?0(b[01_]+|x[0-9a-fA-F_]+|o[0-7_]+)")
-_OCTAL = re.compile(r"[-+]?0[0-7_]+")
-_DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].*)?")
-_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+# Compiled for files with scalars that hold what these need: few have any.
+_SEXAGESIMAL = r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
+_UNDERSCORES = r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?|[-+]?\.[0-9][0-9_]*"
+_RADIX = r"[-+]?0(b[01_]+|x[0-9a-fA-F_]+|o[0-7_]+)"
+_OCTAL = r"[-+]?0[0-7_]+"
+_DATE = r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].*)?"
+_NOT_FINITE = r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 
 
 class Ambiguous(str):
@@ -148,25 +149,26 @@ def _ambiguous(text: str) -> Ambiguous | None:
     if len(text) > 100:
         return None
     digits = text.replace("_", "")
-    if _SEXAGESIMAL.fullmatch(text):
+    if ":" in text and re.fullmatch(_SEXAGESIMAL, text):
         total = 0.0
         for part in digits.lstrip("+-").split(":"):
             total = total * 60 + float(part)
         number = f"{-total if text[0] == '-' else total:.15g}"
         return Ambiguous(text, f"the number {number} (base 60)", number)
-    if _RADIX.fullmatch(text):
+    begins_with_zero = text.lstrip("+-").startswith("0")
+    if begins_with_zero and re.fullmatch(_RADIX, text):
         number = str(int(digits, 0))
         return Ambiguous(text, f"the number {number}", number)
-    if _OCTAL.fullmatch(text):
+    if begins_with_zero and re.fullmatch(_OCTAL, text):
         decimal = str(int(digits, 10))
         return Ambiguous(text, f"the number {int(digits, 8)} (octal)", decimal)
-    if re.fullmatch(r"[-+]?0[0-9]+", text):
+    if begins_with_zero and re.fullmatch(r"[-+]?0[0-9]+", text):
         return Ambiguous(text, f"the number {int(text)}", str(int(text)))
-    if "_" in text and _UNDERSCORES.fullmatch(text):
+    if "_" in text and re.fullmatch(_UNDERSCORES, text):
         return Ambiguous(text, f"the number {digits}", digits)
-    if _DATE.fullmatch(text):
+    if text[4:5] == "-" and re.fullmatch(_DATE, text):
         return Ambiguous(text, "a date", "")
-    if _NOT_FINITE.fullmatch(text):
+    if text[-3:].lower() in ("inf", "nan") and re.fullmatch(_NOT_FINITE, text):
         return Ambiguous(text, "a number that is not finite", "a finite number")
     if text in ("=", "<<"):
         return Ambiguous(text, "a directive", "")
