@@ -5,7 +5,8 @@ Of each way to lay out the axes that share samples (a `Point`) two bounds hold f
 axes around it: computing and these axes' own communication take at least so long, and activations with states
 that are split over all ranks need at least so many bytes. Recomputing more takes no less
 time: what is too slow without is not looked at with it. Points are tried from the least time on; when the
-next one's bound is above what is found, all that is left is. So pruning loses nothing. Standard library only.
+next one's bound is above what is found, or where nothing is above the limit, all that is left is. So pruning
+loses nothing. Standard library only.
 """
 
 from __future__ import annotations
@@ -130,13 +131,17 @@ def search(
                     result.bounds[axis] = min(seconds, result.bounds.get(axis, math.inf))
             if prune and seconds > limit * ROOM_WINDOW:
                 slow.add(each.micro_batch)
-            elif not prune or pricer.least_bytes(mesh, each) <= pricer.hardware.memory_bytes:
+            else:
                 queue.append(Point(mesh, each, seconds))
     best = math.inf
-    roomy: list[Candidate] = []  # too slow to be worth it, but for what they leave free
+    roomy: list[
+        Candidate
+    ] = []  # too slow to be worth it, but for what they leave free beside one that is not
     for point in sorted(queue, key=lambda point: point.least_seconds):
-        if prune and point.least_seconds > min(limit, best) * ROOM_WINDOW:
+        if prune and point.least_seconds > (best * ROOM_WINDOW if result.candidates else limit):
             break
+        if prune and pricer.least_bytes(point.mesh, point.choices) > pricer.hardware.memory_bytes:
+            continue
         for strategy, mesh in layouts(point.mesh, pricer.hardware):
             candidate = pricer.candidate(strategy, mesh, point.choices, asked=True)
             result.num_priced += 1

@@ -12,7 +12,7 @@ from mlpipe.kinds.train.spec import Train
 from mlpipe.plan import axis_reasons, candidates, search
 from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.candidates import enumerate_candidates, pick
-from mlpipe.plan.choose import Candidate, cheaper, choose, verdict
+from mlpipe.plan.choose import ROOM_WINDOW, Candidate, cheaper, choose, verdict
 from mlpipe.plan.hardware import GIB, Hardware
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.pricing import Pricer
@@ -251,6 +251,20 @@ def test_other_axes_have_to_win_by_more_than_the_planner_errs() -> None:
     assert search.search(pricer, points, [candidate(1.11 * best, 0.5)]).candidates == []
     won = search.search(pricer, points, [candidate(1.13 * best, 0.5)]).candidates
     assert min(c.step_seconds for c in won) == best
+
+
+def test_what_is_too_slow_to_be_worth_it_is_not_priced_for_what_it_leaves_free() -> None:
+    """That counts beside one which is not: without one, nobody asks for bytes or prices behind the limit."""
+    spec, shape, hardware = asked(*sized("llama-8b", 4, 8))
+    pricer = candidates.pricer_of(spec, shape, hardware)
+    mesh, choices = Mesh(dp_shard=8, tp=4), candidates.Choices(1, "none", "bf16")
+    least = pricer.least_seconds(mesh, choices)
+    for ratio, priced in ((0.98, 0), (1.001, len(list(search.layouts(mesh, hardware))))):
+        limit = candidate(ratio * least * (1 + search.MODEL_ERROR), 0.5)
+        assert least <= search._limit([limit]) * ROOM_WINDOW
+        found = search.search(pricer, [(mesh, [choices])], [limit])
+        assert found.num_priced == priced
+        assert found.candidates == []
 
 
 def test_a_mesh_that_fills_the_memory_gives_way_to_a_slower_one_that_does_not() -> None:
