@@ -32,7 +32,8 @@ CACHED_BYTES = 2 * 2**20  # of a tensor that a core's share of the caches holds
 
 
 class Kernels:
-    """Seconds of single kernels on a device of this speed."""
+    """Seconds of single kernels on a device of this speed. Remembers its matmuls: of many ways to train most
+    have the same ones."""
 
     def __init__(self, precision: str, compiled: bool, device: str, speed: Speed) -> None:
         self.precision, self.compiled = precision, compiled
@@ -40,9 +41,16 @@ class Kernels:
         self.peak = self.speed.peak_flops[precision]
         self.width = COMPUTE_BYTES[precision]
         self.measured = self.speed.kernels.get(precision)
+        self._matmuls: dict[tuple[int, int, int, int], float] = {}
 
     def matmul(self, rows: int, inner: int, outer: int, number: int = 1) -> float:
         """Of `number` such products in one kernel."""
+        sizes = rows, inner, outer, number
+        if sizes not in self._matmuls:
+            self._matmuls[sizes] = self._matmul(*sizes)
+        return self._matmuls[sizes]
+
+    def _matmul(self, rows: int, inner: int, outer: int, number: int) -> float:
         flops = 2.0 * rows * inner * outer
         if self.measured is not None:  # its points have felt the memory and the tiles already
             return number * self.matmul_flops(flops)

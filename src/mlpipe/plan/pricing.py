@@ -118,6 +118,7 @@ class Pricer:
         self.uneven = uneven
         self.prices = (shape, training, hardware, uneven)
         self._passes: dict[tuple[Choices, Part, int], tuple[StepShape, Passes]] = {}
+        self._kernels: dict[str, Kernels] = {}
         self._activations: dict[StepShape, Activations] = {}
         self._priced: dict[tuple[Strategy, Mesh, Choices, bool], Candidate] = {}
         self._seconds_at_least: dict[tuple[Mesh, Choices], float] = {}
@@ -293,8 +294,14 @@ class Pricer:
                 training.float8,
                 adds_exactly(training.deterministic, choices.precision),
             )
-            self._passes[key] = (step, passes(self.shape, step, hardware))
+            self._passes[key] = (step, passes(self.shape, step, hardware, self._kernels_of(step)))
         return self._passes[key]
+
+    def _kernels_of(self, step: StepShape) -> Kernels:
+        if step.precision not in self._kernels:
+            device, speed = self.hardware.device, self.hardware.speed
+            self._kernels[step.precision] = Kernels(step.precision, step.compiled, device, speed)
+        return self._kernels[step.precision]
 
     def _exchanged(self, part: Part, layout: Layout) -> Exchanged | None:
         compress, trained = self.training.compress, self.shape.parameters.of(part).trained

@@ -33,9 +33,11 @@ class StepSeconds(NamedTuple):
         return self.compute + self.communication + self.data + self.save
 
 
-def passes(shape: ModelShape, step: StepShape, hardware: Hardware) -> Passes:
-    """Forward and backward of one rank and its part of the model, and what of it travels."""
-    seconds, parameters = _pass_seconds(shape, step, hardware), shape.parameters.of(step.part)
+def passes(shape: ModelShape, step: StepShape, hardware: Hardware, kernels: Kernels | None = None) -> Passes:
+    """Forward and backward of one rank and its part of the model, and what of it travels. `kernels`: of this
+    precision and hardware, for who asks for many."""
+    kernels = kernels or Kernels(step.precision, step.compiled, hardware.device, hardware.speed)
+    seconds, parameters = _pass_seconds(shape, step, hardware, kernels), shape.parameters.of(step.part)
     num_blocks, width, widths = max(1, parameters.num_blocks), COMPUTE_BYTES[step.precision], shape.widths
     frozen = parameters.total - parameters.trained.total
     frozen_outside = parameters.outside - parameters.trained.outside
@@ -80,11 +82,9 @@ def _num_readers(widths: Mapping[str, int]) -> int:
     return 4 + 2 * (widths.get("num_shared_experts", 0) > 0)
 
 
-def _pass_seconds(shape: ModelShape, step: StepShape, hardware: Hardware) -> PassSeconds:
+def _pass_seconds(shape: ModelShape, step: StepShape, hardware: Hardware, kernels: Kernels) -> PassSeconds:
     """Kernels say how shapes differ; how fast a whole pass is, the reference model's, where timed."""
-    seconds = shape.pass_seconds(
-        step, Kernels(step.precision, step.compiled, hardware.device, hardware.speed)
-    )
+    seconds = shape.pass_seconds(step, kernels)
     rates, speed = hardware.speed.kernels.get(step.precision), hardware.speed
     measured = rates.passes_seconds if rates is not None else speed.passes_seconds.get(step.precision)
     if not measured:

@@ -14,6 +14,7 @@ from mlpipe.plan.build import stage_hardware
 from mlpipe.plan.candidates import enumerate_candidates, pick
 from mlpipe.plan.choose import ROOM_WINDOW, Candidate, cheaper, choose, verdict
 from mlpipe.plan.hardware import GIB, Hardware
+from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.pricing import Pricer
 from mlpipe.plan.scaling import scale_stage
@@ -118,6 +119,21 @@ def test_what_was_looked_at_to_choose_is_not_looked_at_again_to_compare(
     assert not looks
     enumerate_candidates(spec, shape, dataclasses.replace(hardware, memory_bytes=40 * GIB))
     assert looks
+
+
+def test_a_product_is_computed_once_for_all_ways_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, shape, hardware = asked(*sized("llama-8b", 2, 32), "train.activation_checkpointing=auto")
+    computed: list[tuple[object, ...]] = []
+    real = Kernels._matmul
+
+    def spy(self: Kernels, rows: int, inner: int, outer: int, number: int) -> float:
+        computed.append((self.precision, rows, inner, outer, number))
+        return real(self, rows, inner, outer, number)
+
+    monkeypatch.setattr(Kernels, "_matmul", spy)
+    candidates._last.clear()
+    enumerate_candidates(spec, shape, hardware)
+    assert len(computed) == len(set(computed)) > 0
 
 
 def test_a_thousand_devices_are_searched_by_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
