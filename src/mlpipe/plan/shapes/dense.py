@@ -26,9 +26,10 @@ _FLOAT8_BYTES, _FLOAT8_COMPILED_BYTES = 33.0, 5.0
 @dataclass(frozen=True)
 class Dense:
     """Llama with these sizes. `CAST`: bytes a parameter that are read and written to make what matmuls see of
-    fp32 weights."""
+    fp32 weights. `WIDTHS`: names of the sizes that `widths` tells."""
 
     CAST: ClassVar = 6
+    WIDTHS: ClassVar[tuple[str, ...]] = ("vocab_size", "dim", "ffn_dim", "num_heads", "num_kv_heads", "head_dim")
 
     config: LlamaConfig
 
@@ -52,10 +53,9 @@ class Dense:
         """Those that compute a token."""
         return self.config.num_active_params()
 
-    @property
+    @cached_property
     def widths(self) -> Mapping[str, int]:
-        names = ("vocab_size", "dim", "ffn_dim", "num_heads", "num_kv_heads", "head_dim")
-        return {name: getattr(self.config, name) for name in names}
+        return {name: getattr(self.config, name) for name in self.WIDTHS}
 
     def flops_per_token(self, seq_len: int) -> float:
         return num_flops_per_token(self.counted_params, self._attention_channels, seq_len)
@@ -168,8 +168,10 @@ class Dense:
         operands are rounded first."""
         dim, tp, tokens = self.config.dim, step.part.tp, step.num_tokens
         sides = [split(inner, outer, dim, tp) for inner, outer in self.config.matmuls()]
-        spared = 1 - 1 / (kernels.speed.float8_speedup or 1) if step.float8 else 0.0
-        rounded = (_FLOAT8_COMPILED_BYTES if kernels.compiled else _FLOAT8_BYTES) if step.float8 else 0.0
+        if not step.float8:
+            return [kernels.matmul(tokens, inner, outer) for inner, outer in sides]
+        spared = 1 - 1 / (kernels.speed.float8_speedup or 1)
+        rounded = _FLOAT8_COMPILED_BYTES if kernels.compiled else _FLOAT8_BYTES
         return [
             kernels.matmul(tokens, inner, outer)
             - spared * kernels.matmul_flops(2.0 * tokens * inner * outer)
@@ -179,7 +181,7 @@ class Dense:
 
     def _params_of_a_block(self, part: Part) -> float:
         """That a rank computes with."""
-        return self.config.num_layer_params() / part.tp
+        return self.parameters.block / part.tp
 
     def _moving(self, step: StepShape, kernels: Kernels) -> float:
         """Seconds of a block's forward pass in which rows only move."""

@@ -4,8 +4,8 @@ experts: all lie in memory and are read, and a token is computed by those that i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mlpipe._core.presets import MoeConfig
 from mlpipe.plan.kernels import Kernels
@@ -17,13 +17,9 @@ from mlpipe.plan.shapes.shape import Part, StepShape
 class Experts(Dense):
     """With these sizes. Experts are taken to have equally many tokens, which is what balances them."""
 
-    config: MoeConfig
+    WIDTHS: ClassVar[tuple[str, ...]] = (*Dense.WIDTHS, "num_experts", "experts_per_token", "num_shared_experts")
 
-    @property
-    def widths(self) -> Mapping[str, int]:
-        config = self.config
-        of_experts = {"num_experts": config.num_experts, "experts_per_token": config.experts_per_token}
-        return {**super().widths, **of_experts, "num_shared_experts": config.num_shared_experts}
+    config: MoeConfig
 
     @property
     def _places(self) -> float:
@@ -63,7 +59,7 @@ class Experts(Dense):
 
     def _params_of_a_block(self, part: Part) -> float:
         experts = 3 * self.config.num_experts * self.config.dim * self.config.ffn_dim
-        return (self.config.num_layer_params() - experts * (1 - 1 / part.ep)) / part.tp
+        return (self.parameters.block - experts * (1 - 1 / part.ep)) / part.tp
 
     def _moving(self, step: StepShape, kernels: Kernels) -> float:
         """Rows are gathered by their experts and back, with `ep` once more where they come, and added up in
