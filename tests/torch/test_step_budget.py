@@ -230,7 +230,7 @@ def _asked(work, kind, calls):
     pricer = Pricer(shape, training, hardware)
     precision = work.get("precision", "fp32")
     choices = Choices(work["micro_batch"], "none", precision, work.get("communication", "collective"))
-    _, _, passes = pricer._on_one_rank(choices, mesh, pricer._parts(mesh)[0])
+    passes = pricer._on_one_rank(choices, mesh, pricer._parts(mesh)[0]).passes
     no_time = {f"{way}_{where}": 0.0 for way in ("forward", "backward") for where in ("block", "outside")}
     passes, layout = passes._replace(**no_time), layout_of(strategy, mesh, choices.communication)
     # while a rank of a pipeline is idle, others' collectives take time, of which it has none

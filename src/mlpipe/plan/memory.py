@@ -113,17 +113,16 @@ def estimate(work: RankWork, device: str) -> MemoryEstimate:
     """Bytes that a rank's process needs, and why."""
     reserved = allocators.reserve(rank_tensors(work), device, work.layout.mesh, work.step.checkpointing)
     tensors = reserved.tensors
-    causes = MemoryEstimate(
-        parameters=total(tensors.parameters),
-        gradients=total(tensors.gradients) + total(tensors.unsent),
-        optimizer=total(tensors.optimizer),
-        activations=tensors.activation_bytes,
-        logits=tensors.logit_bytes,
-        buffers=tensors.buffers,
-        context=reserved.context,
-        slack=reserved.slack,
-    )
-    return causes._replace(reused=causes.tensors - tensors.peak)
+    causes = {
+        "parameters": total(tensors.parameters),
+        "gradients": total(tensors.gradients) + total(tensors.unsent),
+        "optimizer": total(tensors.optimizer),
+        "activations": tensors.activation_bytes,
+        "logits": tensors.logit_bytes,
+        "buffers": tensors.buffers,
+    }
+    reused = sum(causes.values()) - tensors.peak
+    return MemoryEstimate(**causes, context=reserved.context, slack=reserved.slack, reused=reused)
 
 
 def saved_bytes(parameters: ParameterCounts, optimizer: OptimizerCost, num_ranks: int) -> int:

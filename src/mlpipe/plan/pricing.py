@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from mlpipe._core.compression import COMPRESSIONS
@@ -20,7 +21,7 @@ from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.settings import Communication, ContextExchange, Offload, Strategy, adds_exactly
-from mlpipe.plan.shapes.shape import Activations, ModelShape, ParameterCounts, Part, StepShape
+from mlpipe.plan.shapes.shape import ModelShape, ParameterCounts, Part, StepShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, total
@@ -40,6 +41,8 @@ from mlpipe.plan.wire import Wire
 
 if TYPE_CHECKING:
     from mlpipe.plan.uneven import Uneven
+
+_EXCHANGES: tuple[ContextExchange, ...] = get_args(ContextExchange)
 
 
 class Training(NamedTuple):
@@ -87,6 +90,7 @@ def layout_of(strategy: Strategy, mesh: Mesh, communication: Communication = "co
     return Layout(mesh, **cast(Any, flags_of(strategy, communication)), communication=communication)
 
 
+@lru_cache(maxsize=256)  # asked for by every point of a search
 def without_data(mesh: Mesh) -> Mesh:
     """Its axes that share samples."""
     return replace(mesh, dp_replicate=1, dp_shard=1, ep=1)
@@ -106,6 +110,14 @@ def of_islands(local: IslandsPlan, trained: ParameterCounts) -> Exchanged:
     return Exchanged(bits / 8 / local.sync_every, 0.0, trained.total / local.sync_every, kept, hidden)
 
 
+class Rank(NamedTuple):
+    """One of the ranks in a step, before data parallelism divides its states: `work` has the layout of a rank
+    that is alone."""
+
+    work: RankWork
+    passes: Passes
+
+
 class Pricer:
     """Of candidates on one hardware; passes are computed once for all meshes. `uneven`: the samples, where
     they differ in length and are packed; without it each has `seq_len` tokens. Memory is that of full rows
@@ -117,9 +129,11 @@ class Pricer:
         self.shape, self.training, self.hardware = shape, training, hardware
         self.uneven = uneven
         self.prices = (shape, training, hardware, uneven)
+        self._wire, self._slowest_ratio = Wire(hardware), slowest_ratio(hardware)
+        self._flops_per_token = shape.flops_per_token(training.seq_len)
         self._passes: dict[tuple[Choices, Part, int], tuple[StepShape, Passes]] = {}
         self._kernels: dict[str, Kernels] = {}
-        self._activations: dict[StepShape, Activations] = {}
+        self._ranks: dict[tuple[Choices, Part, int], Rank] = {}
         self._priced: dict[tuple[Strategy, Mesh, Choices, bool], Candidate] = {}
         self._seconds_at_least: dict[tuple[Mesh, Choices], float] = {}
 
@@ -138,24 +152,24 @@ class Pricer:
         asked = self.training.context_exchange
         if mesh.cp == 1:
             return ("all_gather",)
-        return get_args(ContextExchange) if asked == "auto" else (asked,)
+        return _EXCHANGES if asked == "auto" else (asked,)
 
     def _candidate(self, strategy: Strategy, layout: Layout, choices: Choices, *, asked: bool) -> Candidate:
         mesh = layout.mesh
         ranks = [self._on_one_rank(choices, mesh, part) for part in self._parts(mesh)]
-        step, activations, step_passes = max(ranks, key=lambda rank: rank[2].compute)
-        hardware, training = self.hardware, self.training
-        layout = layout._replace(exchanged=self._exchanged(step.part, layout))
+        slowest = max(ranks, key=lambda rank: rank.passes.compute)
+        step, hardware, training = slowest.work.step, self.hardware, self.training
+        layout = layout._replace(exchanged=self._exchanged(slowest.work.parameters, layout))
         needs = self._fullest(ranks, layout)
         often = choices.communication != "resident"
         if often and needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
             layout = layout._replace(reduce_gradients="every")  # more to send, less to keep
             needs = self._fullest(ranks, layout)
-        seconds = self._seconds(layout, step, activations, self._packed(mesh, choices, step_passes))
+        seconds = self._seconds(layout, slowest.work, self._packed(mesh, choices, slowest.passes))
         num_tokens = self.num_tokens
         rate = num_tokens / seconds.total
         peak = hardware.speed.peak_flops[step.precision] * mesh.world_size
-        validating = self._validation_seconds(mesh, step, step_passes)
+        validating = self._validation_seconds(mesh, step, slowest.passes)
         hours = (training.steps * seconds.total + validating) / 3600
         price = hardware.price_usd_per_device_hour
         usd = None if price is None else price * mesh.world_size * hours
@@ -171,7 +185,7 @@ class Pricer:
             reason=f"needs {format_bytes(needs.total)} of {format_bytes(hardware.memory_bytes)}",
             seconds=seconds,
             tokens_per_second=rate,
-            mfu_ratio=mfu_ratio(self.shape.flops_per_token(training.seq_len), rate, peak),
+            mfu_ratio=mfu_ratio(self._flops_per_token, rate, peak),
             hours=hours,
             usd=usd,
             usd_per_million_tokens=None if usd is None else usd / (training.steps * num_tokens / 1e6),
@@ -179,12 +193,12 @@ class Pricer:
             communication=choices.communication,
             context_exchange=layout.context_exchange,
             used_ratio=needs.total / hardware.memory_bytes,
-            host_bytes=activations.offloaded_bytes + self._host_bytes(layout, step),
+            host_bytes=slowest.work.activations.offloaded_bytes + self._host_bytes(layout, slowest.work),
         )
 
-    def _host_bytes(self, layout: Layout, step: StepShape) -> int:
+    def _host_bytes(self, layout: Layout, work: RankWork) -> int:
         """Of an optimizer on the host: its states, and the weights and gradients that it updates by."""
-        optimizer, trained = self.training.optimizer, self.shape.parameters.of(step.part).trained
+        optimizer, trained = self.training.optimizer, work.parameters.trained
         if not optimizer.on_host:
             return 0
         num_ranks = layout.num_updating_ranks
@@ -223,13 +237,13 @@ class Pricer:
             self.exposed_seconds(step_passes, layout._replace(context_exchange=way), without_data(mesh))
             for way in self._exchanges(mesh)
         )
-        compute = slowest_ratio(hardware) * step_passes.compute
+        compute = self._slowest_ratio * step_passes.compute
         return hardware.speed.time_ratio * (compute + shared)
 
     def least_bytes(self, mesh: Mesh, choices: Choices) -> int:
         """Likewise."""
-        step, activations, _ = self._on_one_rank(choices, mesh, self._fullest_part(mesh))
-        hardware, parameters = self.hardware, self.shape.parameters.of(step.part)
+        work = self._on_one_rank(choices, mesh, self._fullest_part(mesh)).work
+        hardware, parameters, activations = self.hardware, work.parameters, work.activations
         most = mesh.num_data_ranks * mesh.cp
         states = total(parameters.held(most, WEIGHT_BYTES))
         optimizer = self.training.optimizer
@@ -268,12 +282,23 @@ class Pricer:
         parts += [inner._replace(num_blocks=blocks[n], number=n) for n in dict.fromkeys(more)]
         return parts
 
-    def _on_one_rank(self, choices: Choices, mesh: Mesh, part: Part) -> tuple[StepShape, Activations, Passes]:
-        """Before data parallelism divides its states."""
-        step, step_passes = self._passes_of(choices, mesh, part)
-        if step not in self._activations:
-            self._activations[step] = self.shape.activations(step, self.hardware.device)
-        return step, self._activations[step], step_passes
+    def _on_one_rank(self, choices: Choices, mesh: Mesh, part: Part) -> Rank:
+        """Of those with this part; under all meshes with as many data ranks it is the same."""
+        key = choices, part, mesh.num_data_ranks
+        if key not in self._ranks:
+            step, step_passes = self._passes_of(choices, mesh, part)
+            work = RankWork(
+                self.shape.parameters.of(part),
+                self.shape.activations(step, self.hardware.device),
+                step,
+                Layout(Mesh()),
+                self.training.optimizer,
+                overlap=step_passes.overlap,
+                kv_bytes=step_passes.kv_bytes,
+                expert_params=step_passes.expert_params,
+            )
+            self._ranks[key] = Rank(work, step_passes)
+        return self._ranks[key]
 
     def _passes_of(self, choices: Choices, mesh: Mesh, part: Part) -> tuple[StepShape, Passes]:
         """The same without its activations, for what is too slow whatever it keeps."""
@@ -303,8 +328,8 @@ class Pricer:
             self._kernels[step.precision] = Kernels(step.precision, step.compiled, device, speed)
         return self._kernels[step.precision]
 
-    def _exchanged(self, part: Part, layout: Layout) -> Exchanged | None:
-        compress, trained = self.training.compress, self.shape.parameters.of(part).trained
+    def _exchanged(self, parameters: ParameterCounts, layout: Layout) -> Exchanged | None:
+        compress, trained = self.training.compress, parameters.trained
         if (local := self.training.islands) is not None:
             return of_islands(local, trained)._replace(elsewhere=self.hardware.comes_and_goes)
         if compress is None or layout.num_replicas == 1:
@@ -317,7 +342,7 @@ class Pricer:
             trained.total,
         )
 
-    def _fullest(self, ranks: list[tuple[StepShape, Activations, Passes]], layout: Layout) -> MemoryEstimate:
+    def _fullest(self, ranks: list[Rank], layout: Layout) -> MemoryEstimate:
         """What the fullest of these ranks needs."""
         return max(self._needs(ranks, layout), key=lambda needs: needs.total)
 
@@ -336,26 +361,10 @@ class Pricer:
         )
         return self._needs(ranks, layout)
 
-    def _needs(
-        self, ranks: list[tuple[StepShape, Activations, Passes]], layout: Layout
-    ) -> list[MemoryEstimate]:
-        works = [
-            RankWork(
-                self.shape.parameters.of(step.part),
-                activations,
-                step,
-                layout,
-                self.training.optimizer,
-                overlap=step_passes.overlap,
-                kv_bytes=step_passes.kv_bytes,
-                expert_params=step_passes.expert_params,
-            )
-            for step, activations, step_passes in ranks
-        ]
-        return list(map(self._memory, works))
-
-    def _memory(self, work: RankWork) -> MemoryEstimate:
-        return memory.estimate(work, self.hardware.device).scaled(self.hardware.speed.memory_ratio)
+    def _needs(self, ranks: list[Rank], layout: Layout) -> list[MemoryEstimate]:
+        hardware = self.hardware
+        estimates = (memory.estimate(rank.work._replace(layout=layout), hardware.device) for rank in ranks)
+        return [one.scaled(hardware.speed.memory_ratio) for one in estimates]
 
     def _validation_seconds(self, mesh: Mesh, step: StepShape, step_passes: Passes) -> float:
         """Of all validations: forward passes over micro-batches that are dealt to the ranks. What these
@@ -367,19 +376,16 @@ class Pricer:
 
     def exposed_seconds(self, step_passes: Passes, layout: Layout, mesh: Mesh) -> float:
         """What computing does not hide of the communication of this mesh's axes; a pipeline's idle time."""
-        wire = Wire(self.hardware)
-        return sum(axis.exposed_seconds(step_passes, wire, layout) for axis in active(mesh))
+        return sum(axis.exposed_seconds(step_passes, self._wire, layout) for axis in active(mesh))
 
     def gradient_seconds(self, step: StepShape, num_params: float, layout: Layout) -> float:
         """Of a rank and a step, beside its passes."""
         return gradient_seconds(step, num_params, layout, self.hardware)
 
-    def _seconds(
-        self, layout: Layout, step: StepShape, activations: Activations, step_passes: Passes
-    ) -> StepSeconds:
+    def _seconds(self, layout: Layout, work: RankWork, step_passes: Passes) -> StepSeconds:
         hardware, training, mesh = self.hardware, self.training, layout.mesh
-        step = step._replace(accumulation=step_passes.accumulation)
-        wire, trained = Wire(hardware), self.shape.parameters.of(step.part).trained
+        step = work.step._replace(accumulation=step_passes.accumulation)
+        activations, wire, trained = work.activations, self._wire, work.parameters.trained
         allocating = allocation_seconds(
             activations.made, hardware.device, hardware.speed, mesh, step.checkpointing
         )
@@ -391,7 +397,7 @@ class Pricer:
         passing = step_passes.compute + step.accumulation * allocating
         elsewhere = step_passes.num_blocks * step_passes.expert_params * (1 - 1 / mesh.ep)
         passing += self.gradient_seconds(step, max(0.0, trained.total - elsewhere), layout)
-        compute = slowest_ratio(hardware) * (passing + update)
+        compute = self._slowest_ratio * (passing + update)
         exposed = self.exposed_seconds(step_passes, layout, mesh)
         exposed += offload_seconds(activations.offloaded_bytes, step_passes, hardware)
         cost = training.optimizer.update_cost(trained)

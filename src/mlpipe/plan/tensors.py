@@ -2,6 +2,7 @@
 allocator does in `plan/allocators/`. Standard library only."""
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 WEIGHT_BYTES = 4  # fp32 whatever the precision, as are gradients and optimizer states
@@ -22,10 +23,12 @@ class Tensors(NamedTuple):
 
 Group = tuple[Tensors, ...]
 
+_bytes_of = attrgetter("num_bytes")
+
 
 def total(group: Iterable[Tensors]) -> int:
     """Bytes."""
-    return sum(tensors.num_bytes for tensors in group)
+    return sum(map(_bytes_of, group))
 
 
 def below(group: Iterable[Tensors], limit_bytes: int) -> int:

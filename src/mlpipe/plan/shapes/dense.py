@@ -29,7 +29,14 @@ class Dense:
     fp32 weights. `WIDTHS`: names of the sizes that `widths` tells."""
 
     CAST: ClassVar = 6
-    WIDTHS: ClassVar[tuple[str, ...]] = ("vocab_size", "dim", "ffn_dim", "num_heads", "num_kv_heads", "head_dim")
+    WIDTHS: ClassVar[tuple[str, ...]] = (
+        "vocab_size",
+        "dim",
+        "ffn_dim",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+    )
 
     config: LlamaConfig
 

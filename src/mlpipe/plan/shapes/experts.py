@@ -17,7 +17,12 @@ from mlpipe.plan.shapes.shape import Part, StepShape
 class Experts(Dense):
     """With these sizes. Experts are taken to have equally many tokens, which is what balances them."""
 
-    WIDTHS: ClassVar[tuple[str, ...]] = (*Dense.WIDTHS, "num_experts", "experts_per_token", "num_shared_experts")
+    WIDTHS: ClassVar[tuple[str, ...]] = (
+        *Dense.WIDTHS,
+        "num_experts",
+        "experts_per_token",
+        "num_shared_experts",
+    )
 
     config: MoeConfig
 
