@@ -183,7 +183,7 @@ def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Se
         # with fewer microbatches than stages a rank is idle for as long as it works
         sizes = [size for size in sizes if share // size >= mesh.pp] or sizes[-1:]
         way = communications_of(spec, mesh)[-1]
-        points.append((mesh, [Choices(size, mode, precision, way) for mode in modes for size in sizes]))
+        points += [(mesh, [Choices(size, mode, precision, way) for mode in modes]) for size in sizes]
     return search(pricer, points, data_parallel) if points else SearchResult()
 
 

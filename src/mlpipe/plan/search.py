@@ -3,10 +3,10 @@ fit, or may be slower than they are by more than the model's own error.
 
 Of each way to lay out the axes that share samples (a `Point`) two bounds hold for every layout of the data
 axes around it: computing and these axes' own communication take at least so long, and activations with states
-that are split over all ranks need at least so many bytes. Recomputing more takes no less
-time: what is too slow without is not looked at with it. Points are tried from the least time on; when the
-next one's bound is above what is found, or where nothing is above the limit, all that is left is. So pruning
-loses nothing. Standard library only.
+that are split over all ranks need at least so many bytes. Points are tried from the least time on; when the
+next one's bound is above what is found, or where nothing is above the limit, all that is left is. Recomputing
+more takes no less time: nobody looks how long before the same was tried with less. So pruning loses nothing.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from mlpipe._core.meshes import unsupported_mix
@@ -32,12 +33,14 @@ _MOST_CP = 32
 
 
 class Point(NamedTuple):
-    """A mesh with all data ranks along `dp_shard`, and the choices beside it. `least_seconds`: no step under
-    any layout of its data axes is shorter."""
+    """A mesh with all data ranks along `dp_shard`, and the first of the choices beside it; those after that
+    recompute more. `least_seconds`: no step under any layout of its data axes is shorter. `number`: of points
+    with equal seconds the least comes first."""
 
-    mesh: Mesh
-    choices: Choices
     least_seconds: float
+    number: int
+    mesh: Mesh
+    choices: Sequence[Choices]
 
 
 @dataclass
@@ -115,35 +118,36 @@ def search(
     prune: bool = True,
 ) -> SearchResult:
     """What may be chosen instead of `data_parallel`, the candidates without other axes. `points`: meshes with
-    their choices, those that recompute less first. `prune`: off for the test that it loses nothing."""
-    result = SearchResult()
-    limit = _limit(data_parallel)
+    choices that differ in how much they recompute, the least first. `prune`: off for the test that it loses
+    nothing."""
+    result, limit = SearchResult(), _limit(data_parallel)
     queue: list[Point] = []
-    for mesh, choices in points:
-        slow: set[int] = set()  # micro-batches
-        for each in choices:
-            if each.micro_batch in slow:
-                continue
-            seconds = pricer.least_seconds(mesh, each)
-            result.num_points += 1
-            for axis in ("pp", "cp", "tp", "ep"):
-                if getattr(mesh, axis) > 1:
-                    result.bounds[axis] = min(seconds, result.bounds.get(axis, math.inf))
-            if prune and seconds > limit * ROOM_WINDOW:
-                slow.add(each.micro_batch)
-            else:
-                queue.append(Point(mesh, each, seconds))
+
+    def look(number: int, mesh: Mesh, choices: Sequence[Choices]) -> None:
+        seconds = pricer.least_seconds(mesh, choices[0])
+        result.num_points += 1
+        for axis in ("pp", "cp", "tp", "ep"):
+            if getattr(mesh, axis) > 1:
+                result.bounds[axis] = min(seconds, result.bounds.get(axis, math.inf))
+        heappush(queue, Point(seconds, number, mesh, choices))
+
+    for number, (mesh, choices) in enumerate(points):
+        look(number, mesh, choices)
     best = math.inf
     roomy: list[
         Candidate
     ] = []  # too slow to be worth it, but for what they leave free beside one that is not
-    for point in sorted(queue, key=lambda point: point.least_seconds):
+    while queue:
+        point = heappop(queue)
         if prune and point.least_seconds > (best * ROOM_WINDOW if result.candidates else limit):
             break
-        if prune and pricer.least_bytes(point.mesh, point.choices) > pricer.hardware.memory_bytes:
+        here, *more = point.choices
+        if more:
+            look(point.number, point.mesh, more)
+        if prune and pricer.least_bytes(point.mesh, here) > pricer.hardware.memory_bytes:
             continue
         for strategy, mesh in layouts(point.mesh, pricer.hardware):
-            candidate = pricer.candidate(strategy, mesh, point.choices, asked=True)
+            candidate = pricer.candidate(strategy, mesh, here, asked=True)
             result.num_priced += 1
             if candidate.fits and candidate.step_seconds <= limit:
                 best = min(best, candidate.step_seconds)

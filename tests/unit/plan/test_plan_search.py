@@ -270,16 +270,19 @@ def test_other_axes_have_to_win_by_more_than_the_planner_errs() -> None:
 
 
 def test_what_is_too_slow_to_be_worth_it_is_not_priced_for_what_it_leaves_free() -> None:
-    """That counts beside one which is not: without one, nobody asks for bytes or prices behind the limit."""
+    """That counts beside one which is not: without one, nobody prices behind the limit, or asks how long the
+    same takes that recomputes more."""
     spec, shape, hardware = asked(*sized("llama-8b", 4, 8))
     pricer = candidates.pricer_of(spec, shape, hardware)
-    mesh, choices = Mesh(dp_shard=8, tp=4), candidates.Choices(1, "none", "bf16")
-    least = pricer.least_seconds(mesh, choices)
+    mesh, modes = Mesh(dp_shard=8, tp=4), ("none", "selective", "full")
+    choices = [candidates.Choices(1, mode, "bf16") for mode in modes]
+    least = pricer.least_seconds(mesh, choices[0])
     for ratio, priced in ((0.98, 0), (1.001, len(list(search.layouts(mesh, hardware))))):
         limit = candidate(ratio * least * (1 + search.MODEL_ERROR), 0.5)
         assert least <= search._limit([limit]) * ROOM_WINDOW
-        found = search.search(pricer, [(mesh, [choices])], [limit])
+        found = search.search(pricer, [(mesh, choices)], [limit])
         assert found.num_priced == priced
+        assert found.num_points == 1 + (priced > 0)
         assert found.candidates == []
 
 
