@@ -47,7 +47,7 @@ class Mesh:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return math.prod(self.axes.values())
+        return math.prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
 
     @property
     def num_data_ranks(self) -> int:

@@ -133,6 +133,7 @@ class Pricer:
         self._flops_per_token = shape.flops_per_token(training.seq_len)
         self._passes: dict[tuple[Choices, Part, int], tuple[StepShape, Passes]] = {}
         self._kernels: dict[str, Kernels] = {}
+        self._parts_of: dict[Mesh, list[Part]] = {}
         self._ranks: dict[tuple[Choices, Part, int], Rank] = {}
         self._priced: dict[tuple[Strategy, Mesh, Choices, bool], Candidate] = {}
         self._seconds_at_least: dict[tuple[Mesh, Choices], float] = {}
@@ -140,13 +141,13 @@ class Pricer:
     def candidate(self, strategy: Strategy, mesh: Mesh, choices: Choices, *, asked: bool) -> Candidate:
         """With the cheaper exchange of keys and values, unless one is asked for."""
         key = strategy, mesh, choices, asked
-        if key not in self._priced:
+        if (known := self._priced.get(key)) is None:
             layout = layout_of(strategy, mesh, choices.communication)
             layout = layout._replace(schedule=self.training.schedule)
             layouts = [layout._replace(context_exchange=way) for way in self._exchanges(mesh)]
             ways = [self._candidate(strategy, one, choices, asked=asked) for one in layouts]
-            self._priced[key] = cheaper(ways)
-        return self._priced[key]
+            known = self._priced[key] = cheaper(ways)
+        return known
 
     def _exchanges(self, mesh: Mesh) -> tuple[ContextExchange, ...]:
         asked = self.training.context_exchange
@@ -225,9 +226,10 @@ class Pricer:
     def least_seconds(self, mesh: Mesh, choices: Choices) -> float:
         """That no candidate is below which differs from this in its data axes alone (of as many data ranks).
         Of a pipeline's ranks those of the one with the most blocks."""
-        if (mesh, choices) not in self._seconds_at_least:
-            self._seconds_at_least[mesh, choices] = self._least_seconds(mesh, choices)
-        return self._seconds_at_least[mesh, choices]
+        key = mesh, choices
+        if (known := self._seconds_at_least.get(key)) is None:
+            known = self._seconds_at_least[key] = self._least_seconds(mesh, choices)
+        return known
 
     def _least_seconds(self, mesh: Mesh, choices: Choices) -> float:
         _, step_passes = self._passes_of(choices, mesh, self._fullest_part(mesh))
@@ -256,6 +258,12 @@ class Pricer:
         return max(self._parts(mesh), key=lambda part: part.num_blocks or 0)
 
     def _parts(self, mesh: Mesh) -> list[Part]:
+        """Of the ranks that have most to do or to hold."""
+        if (known := self._parts_of.get(mesh)) is None:
+            known = self._parts_of[mesh] = self._different_parts(mesh)
+        return known
+
+    def _different_parts(self, mesh: Mesh) -> list[Part]:
         """Of a pipeline those of its first, last and second rank. Others have no more to do than the second
         and hold less, but those with more blocks, and the last but one where weights' gradients are put
         off."""
@@ -285,7 +293,7 @@ class Pricer:
     def _on_one_rank(self, choices: Choices, mesh: Mesh, part: Part) -> Rank:
         """Of those with this part; under all meshes with as many data ranks it is the same."""
         key = choices, part, mesh.num_data_ranks
-        if key not in self._ranks:
+        if (known := self._ranks.get(key)) is None:
             step, step_passes = self._passes_of(choices, mesh, part)
             work = RankWork(
                 self.shape.parameters.of(part),
@@ -297,13 +305,13 @@ class Pricer:
                 kv_bytes=step_passes.kv_bytes,
                 expert_params=step_passes.expert_params,
             )
-            self._ranks[key] = Rank(work, step_passes)
-        return self._ranks[key]
+            known = self._ranks[key] = Rank(work, step_passes)
+        return known
 
     def _passes_of(self, choices: Choices, mesh: Mesh, part: Part) -> tuple[StepShape, Passes]:
         """The same without its activations, for what is too slow whatever it keeps."""
         key = choices, part, mesh.num_data_ranks
-        if key not in self._passes:
+        if (known := self._passes.get(key)) is None:
             training, hardware = self.training, self.hardware
             samples = training.global_batch // mesh.num_data_ranks
             step = StepShape(
@@ -319,8 +327,8 @@ class Pricer:
                 training.float8,
                 adds_exactly(training.deterministic, choices.precision),
             )
-            self._passes[key] = (step, passes(self.shape, step, hardware, self._kernels_of(step)))
-        return self._passes[key]
+            known = self._passes[key] = step, passes(self.shape, step, hardware, self._kernels_of(step))
+        return known
 
     def _kernels_of(self, step: StepShape) -> Kernels:
         if step.precision not in self._kernels:

@@ -37,15 +37,16 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     """The gradients' buckets are reduced beside the last backward pass; the last bucket has nothing left to
     hide behind (Li et al., PyTorch Distributed, 2020). Nothing hides the gathering of updated slices: packed,
     sent and unpacked."""
+    exchanged, is_sharded = layout.exchanged_here, layout.mesh.dp_shard > 1
+    if is_sharded and exchanged is None:  # travels with what FSDP reduces
+        return 0.0
     num_ranks, stride = layout.num_replicas, layout.replica_stride
     wire = wire.over(layout.replicas_over(wire.hardware.devices_per_node))
-    if layout.mesh.dp_shard > 1:  # travels with what FSDP reduces
-        if layout.exchanged_here is None:
-            return 0.0
-        return _exchange_seconds(layout.exchanged_here, passes, wire, layout)
+    if is_sharded and exchanged is not None:
+        return _exchange_seconds(exchanged, passes, wire, layout)
     exposed = wire.all_reduce(GRADIENT_BYTES * passes.num_trained_params, num_ranks, stride)
-    if layout.exchanged_here is not None:
-        exposed = _exchange_seconds(layout.exchanged_here, passes, wire, layout)
+    if exchanged is not None:
+        exposed = _exchange_seconds(exchanged, passes, wire, layout)
     elif passes.overlap and layout.mesh.pp == 1:  # a pipeline's are reduced when all its passes are done
         last = wire.all_reduce(
             min(DDP_BUCKET_BYTES, GRADIENT_BYTES * passes.num_trained_params), num_ranks, stride

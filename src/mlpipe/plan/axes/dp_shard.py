@@ -158,17 +158,16 @@ def exposed_seconds(passes: Passes, wire: Wire, layout: Layout) -> float:
     num_reductions = passes.accumulation if reduces_each else 1
     num_scattered = passes.num_trained_params - passes.num_blocks * elsewhere * trained_experts
     exposed += num_reductions * copies_of(GRADIENT_BYTES * num_scattered, speed.scatter_bytes_per_second)
+    gather = wire.all_gather(passes.width * (block - experts) - passes.spared_block_bytes, num_ranks, stride)
+    if experts:
+        gather += wire.all_gather(passes.width * experts / ep, num_ranks // ep, stride * ep)
+    first = wire.all_gather(WEIGHT_BYTES * outside, num_ranks, stride)
     last = passes.accumulation - 1
     alike = {0: 1, 1: last - 1, last: 1} if last > 1 else {0: 1, last: 1}  # micro-batches like this one
     for number, times in alike.items():
-        gather, first, shown = 0.0, 0.0, 0.0
-        if reshard or number == 0:
-            gather = wire.all_gather(
-                passes.width * (block - experts) - passes.spared_block_bytes, num_ranks, stride
-            )
-            if experts:
-                gather += wire.all_gather(passes.width * experts / ep, num_ranks // ep, stride * ep)
-            first = wire.all_gather(WEIGHT_BYTES * outside, num_ranks, stride)
+        shown = 0.0
+        if number and not reshard:
+            gather = first = 0.0
         backward = reduction(passes.trained_block_params, number, trained_experts)
         backward += gather if reshard else 0.0
         if passes.overlap:
