@@ -160,14 +160,28 @@ def _knows_stages(shape: ModelShape | None, mesh: Mesh) -> bool:
     return shape is not None and len(shape.parameters.by_rank) == mesh.pp
 
 
+_searched: list[tuple[Pricer, Train, float, SearchResult]] = []
+
+
 def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> SearchResult:
-    """Other axes of the mesh, for a preset under `auto`. `candidates`: in which those without are."""
+    """Other axes of the mesh, for a preset under `auto`. `candidates`: in which those without are. Whoever
+    plans asks for the same to choose, to compare, and to explain."""
+    from mlpipe.plan.search import limit_of
+
+    data_parallel = [c for c in candidates if c.mesh and c.mesh.num_data_ranks == c.mesh.world_size]
+    asked = pricer, spec, limit_of(data_parallel)
+    known = _searched[:1]  # of this thread, whatever others ask for
+    if not known or known[0][:3] != asked:
+        known = _searched[:] = [(*asked, _search(*asked))]
+    return known[0][3]
+
+
+def _search(pricer: Pricer, spec: Train, limit: float) -> SearchResult:
     from mlpipe.plan.search import SearchResult, model_meshes, search
 
     if "num_heads" not in pricer.shape.widths:  # nobody knows what of it can be split
         return SearchResult()
     modes, precision = modes_of(spec, pricer.shape), precision_on(spec, pricer.hardware)[0]
-    data_parallel = [c for c in candidates if c.mesh and c.mesh.num_data_ranks == c.mesh.world_size]
     figures, settings = _figures(spec, pricer.shape), spec.model_dump()
 
     def allows(sizes: dict[str, int]) -> bool:
@@ -184,7 +198,7 @@ def searched(spec: Train, pricer: Pricer, candidates: Sequence[Candidate]) -> Se
         sizes = [size for size in sizes if share // size >= mesh.pp] or sizes[-1:]
         way = communications_of(spec, mesh)[-1]
         points += [(mesh, [Choices(size, mode, precision, way) for mode in modes]) for size in sizes]
-    return search(pricer, points, data_parallel) if points else SearchResult()
+    return search(pricer, points, limit) if points else SearchResult()
 
 
 def modes_of(spec: Train, shape: ModelShape | None) -> tuple[Checkpointing, ...]:
@@ -295,9 +309,10 @@ _last: list[Pricer] = []
 def pricer_of(spec: Train, shape: ModelShape, hardware: Hardware) -> Pricer:
     """Prices ways to do this training. Whoever plans asks twice for the same: to choose, and to compare."""
     made = Pricer(shape, _training(spec), hardware, uneven_of(spec, shape))
-    if not _last or _last[0].prices != made.prices:
-        _last[:] = [made]
-    return _last[0]
+    known = _last[:1]  # of this thread, whatever others ask for
+    if not known or known[0].prices != made.prices:
+        known = _last[:] = [made]
+    return known[0]
 
 
 def is_searched(spec: Train) -> bool:

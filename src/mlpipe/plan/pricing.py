@@ -136,15 +136,15 @@ class Pricer:
         self._parts_of: dict[Mesh, list[Part]] = {}
         self._ranks: dict[tuple[Choices, Part, int], Rank] = {}
         self._priced: dict[tuple[Strategy, Mesh, Choices, bool], Candidate] = {}
-        self._seconds_at_least: dict[tuple[Mesh, Choices], float] = {}
 
     def candidate(self, strategy: Strategy, mesh: Mesh, choices: Choices, *, asked: bool) -> Candidate:
         """With the cheaper exchange of keys and values, unless one is asked for."""
         key = strategy, mesh, choices, asked
         if (known := self._priced.get(key)) is None:
-            layout = layout_of(strategy, mesh, choices.communication)
-            layout = layout._replace(schedule=self.training.schedule)
-            layouts = [layout._replace(context_exchange=way) for way in self._exchanges(mesh)]
+            layout, schedule = layout_of(strategy, mesh, choices.communication), self.training.schedule
+            layouts = [
+                layout._replace(schedule=schedule, context_exchange=way) for way in self._exchanges(mesh)
+            ]
             ways = [self._candidate(strategy, one, choices, asked=asked) for one in layouts]
             known = self._priced[key] = cheaper(ways)
         return known
@@ -226,12 +226,6 @@ class Pricer:
     def least_seconds(self, mesh: Mesh, choices: Choices) -> float:
         """That no candidate is below which differs from this in its data axes alone (of as many data ranks).
         Of a pipeline's ranks those of the one with the most blocks."""
-        key = mesh, choices
-        if (known := self._seconds_at_least.get(key)) is None:
-            known = self._seconds_at_least[key] = self._least_seconds(mesh, choices)
-        return known
-
-    def _least_seconds(self, mesh: Mesh, choices: Choices) -> float:
         _, step_passes = self._passes_of(choices, mesh, self._fullest_part(mesh))
         step_passes = self._packed(mesh, choices, step_passes)
         hardware, layout = self.hardware, Layout(mesh, schedule=self.training.schedule)

@@ -110,17 +110,25 @@ def layouts(mesh: Mesh, hardware: Hardware) -> Iterator[tuple[Strategy, Mesh]]:
                 yield strategy, whole
 
 
+def limit_of(data_parallel: Sequence[Candidate]) -> float:
+    """Seconds that a step with other axes must not exceed to be worth them."""
+    fitting = [candidate for candidate in data_parallel if candidate.fits and candidate.asked]
+    fastest = min((c.step_seconds for c in fitting), default=math.inf)
+    roomy = min((c.step_seconds for c in fitting if not is_tight(c)), default=math.inf)
+    return min(roomy / (1 + MODEL_ERROR), fastest * ROOM_WINDOW)
+
+
 def search(
     pricer: Pricer,
     points: Sequence[tuple[Mesh, Sequence[Choices]]],
-    data_parallel: Sequence[Candidate],
+    limit: float,
     *,
     prune: bool = True,
 ) -> SearchResult:
-    """What may be chosen instead of `data_parallel`, the candidates without other axes. `points`: meshes with
-    choices that differ in how much they recompute, the least first. `prune`: off for the test that it loses
-    nothing."""
-    result, limit = SearchResult(), _limit(data_parallel)
+    """What may be chosen instead of candidates without other axes. `points`: meshes with choices that differ
+    in how much they recompute, the least first. `limit`: as of `limit_of`. `prune`: off for the test that it
+    loses nothing."""
+    result = SearchResult()
     queue: list[Point] = []
 
     def look(number: int, mesh: Mesh, choices: Sequence[Choices]) -> None:
@@ -157,11 +165,3 @@ def search(
     if result.candidates:
         result.candidates += [one for one in roomy if one.step_seconds <= best * ROOM_WINDOW]
     return result
-
-
-def _limit(data_parallel: Sequence[Candidate]) -> float:
-    """Seconds that a step with other axes must not exceed to be worth them."""
-    fitting = [candidate for candidate in data_parallel if candidate.fits and candidate.asked]
-    fastest = min((c.step_seconds for c in fitting), default=math.inf)
-    roomy = min((c.step_seconds for c in fitting if not is_tight(c)), default=math.inf)
-    return min(roomy / (1 + MODEL_ERROR), fastest * ROOM_WINDOW)

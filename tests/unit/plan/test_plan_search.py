@@ -64,6 +64,7 @@ def test_pruning_loses_nothing(preset: str, batch: int, gib: int, monkeypatch: p
     pruned = enumerate_candidates(spec, shape, hardware, every=False)
     real = search.search
     monkeypatch.setattr(search, "search", lambda *args: real(*args, prune=False))
+    candidates._searched.clear()
     whole = enumerate_candidates(spec, shape, hardware, every=False)
     assert len(whole) >= len(pruned)
     try:
@@ -111,14 +112,25 @@ def test_what_was_looked_at_to_choose_is_not_looked_at_again_to_compare(
     spec, shape, hardware = asked(*sized("llama-8b", 2, 32))
     pick(spec, shape, hardware)
     looks: list[Mesh] = []
-    real = Pricer._least_seconds
+    real = Pricer.least_seconds
     monkeypatch.setattr(
-        Pricer, "_least_seconds", lambda self, mesh, each: looks.append(mesh) or real(self, mesh, each)
+        Pricer, "least_seconds", lambda self, mesh, each: looks.append(mesh) or real(self, mesh, each)
     )
     enumerate_candidates(spec, shape, hardware)
     assert not looks
     enumerate_candidates(spec, shape, dataclasses.replace(hardware, memory_bytes=40 * GIB))
     assert looks
+
+
+def test_what_was_found_is_told_again_to_who_asks_for_the_same_only() -> None:
+    """The file may leave other choices open, and data parallelism be faster."""
+    modes, fast = ("none", "full"), candidate(1e-9, 0.5, Mesh(dp_replicate=32))
+    for mode in modes:
+        spec, shape, hardware = asked(*sized("llama-8b", 4, 8), f"train.activation_checkpointing={mode}")
+        pricer = candidates.pricer_of(spec, shape, hardware)
+        found = candidates.searched(spec, pricer, []).candidates
+        assert {one.activation_checkpointing for one in found} == {mode}
+        assert candidates.searched(spec, pricer, [fast]).candidates == []
 
 
 def test_a_product_is_computed_once_for_all_ways_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,9 +275,10 @@ def test_other_axes_have_to_win_by_more_than_the_planner_errs() -> None:
     spec, shape, hardware = asked(*sized("llama-8b", 4, 8))
     pricer = candidates.pricer_of(spec, shape, hardware)
     points = [(Mesh(dp_shard=8, tp=4), [candidates.Choices(1, "none", "bf16")])]
-    best = min(c.step_seconds for c in search.search(pricer, points, []).candidates)
-    assert search.search(pricer, points, [candidate(1.11 * best, 0.5)]).candidates == []
-    won = search.search(pricer, points, [candidate(1.13 * best, 0.5)]).candidates
+    best = min(c.step_seconds for c in search.search(pricer, points, math.inf).candidates)
+    slower, slow = (search.limit_of([candidate(ratio * best, 0.5)]) for ratio in (1.11, 1.13))
+    assert search.search(pricer, points, slower).candidates == []
+    won = search.search(pricer, points, slow).candidates
     assert min(c.step_seconds for c in won) == best
 
 
@@ -279,8 +292,8 @@ def test_what_is_too_slow_to_be_worth_it_is_not_priced_for_what_it_leaves_free()
     least = pricer.least_seconds(mesh, choices[0])
     for ratio, priced in ((0.98, 0), (1.001, len(list(search.layouts(mesh, hardware))))):
         limit = candidate(ratio * least * (1 + search.MODEL_ERROR), 0.5)
-        assert least <= search._limit([limit]) * ROOM_WINDOW
-        found = search.search(pricer, [(mesh, choices)], [limit])
+        assert least <= search.limit_of([limit]) * ROOM_WINDOW
+        found = search.search(pricer, [(mesh, choices)], search.limit_of([limit]))
         assert found.num_priced == priced
         assert found.num_points == 1 + (priced > 0)
         assert found.candidates == []
