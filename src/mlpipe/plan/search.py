@@ -12,9 +12,9 @@ Standard library only.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 from mlpipe._core.meshes import unsupported_mix
@@ -129,7 +129,7 @@ def search(
     in how much they recompute, the least first. `limit`: as of `limit_of`. `prune`: off for the test that it
     loses nothing."""
     result = SearchResult()
-    queue: list[Point] = []
+    queue: list[Point] = []  # sorted
 
     def look(number: int, mesh: Mesh, choices: Sequence[Choices]) -> None:
         seconds = pricer.least_seconds(mesh, choices[0])
@@ -137,7 +137,7 @@ def search(
         for axis in ("pp", "cp", "tp", "ep"):
             if getattr(mesh, axis) > 1:
                 result.bounds[axis] = min(seconds, result.bounds.get(axis, math.inf))
-        heappush(queue, Point(seconds, number, mesh, choices))
+        insort(queue, Point(seconds, number, mesh, choices))
 
     for number, (mesh, choices) in enumerate(points):
         look(number, mesh, choices)
@@ -146,7 +146,7 @@ def search(
         Candidate
     ] = []  # too slow to be worth it, but for what they leave free beside one that is not
     while queue:
-        point = heappop(queue)
+        point = queue.pop(0)
         if prune and point.least_seconds > (best * ROOM_WINDOW if result.candidates else limit):
             break
         here, *more = point.choices
