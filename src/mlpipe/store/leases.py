@@ -31,10 +31,12 @@ def take_lease(
     def change(run: RunState) -> RunState:
         lease = run.driver
         if lease is not None and lease.holder not in (holder, dead) and lease_is_live(lease):
+            left = f"; if that machine is lost, wait for {max(0.0, lease.expires - time.time()):.0f} s"
             raise StoreError(
                 f"run {run_id} is driven by process {lease.pid} on {lease.host}",
                 where=store.url,
-                hint=f"wait until {max(0.0, lease.expires - time.time()):.0f} s from now, or cancel it first",
+                hint=f"see how it goes: mlpipe status {run_id}; stop it first: mlpipe cancel {run_id}"
+                + ("" if is_alive(_process(lease)) else left),  # one that lives renews it
                 kind="input",
             )
         new = Lease(

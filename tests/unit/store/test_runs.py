@@ -290,6 +290,12 @@ def test_a_lease_is_kept_from_others_until_it_expires(store):
     with pytest.raises(StoreError, match="is driven by process") as caught:
         leases.take_lease(store, "r-1", "two", 60)
     assert (caught.value.kind, caught.value.where) == ("input", store.url)
+    assert "wait" not in caught.value.hint, "the process is alive, and renews it"
+    there = replace(run.driver, host="elsewhere", namespace="another")
+    runs.update_run(store, "r-1", lambda run: replace(run, driver=there))
+    with pytest.raises(StoreError) as caught:
+        leases.take_lease(store, "r-1", "two", 60)
+    assert "mlpipe cancel r-1; if that machine is lost, wait for " in caught.value.hint
     leases.take_lease(store, "r-1", "one", -1)  # renewed by its holder, into the past
     leases.take_lease(store, "r-1", "two", 60)
     with pytest.raises(StoreError, match="was lost"):
