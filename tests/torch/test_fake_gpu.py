@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import starmap
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from kit.fake_gpu import GPU, model_of, pretend
 from kit.on_gpu import plan_of
 
@@ -15,14 +17,16 @@ from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.presets import PRESETS
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.model import AdapterPlan
-from mlpipe.plan.updates import EmaPlan
+from mlpipe.plan.updates import EmaPlan, IslandsPlan
 from mlpipe.train.loss_scale import LossScale
 from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.optim import adamw4bit
 from mlpipe.train.optim.clipping import clip_values, squared_norm
+from mlpipe.train.optim.islands import local_updates
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.optim.quantized import dynamic_numbers, middles
 from mlpipe.train.optim.update import averages_of
+from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.schedules.accumulate import Sums
 from mlpipe.train.world import World
 
@@ -117,3 +121,27 @@ def test_updates_are_on_the_gpu_and_nobody_waits_for_it(monkeypatch):
             update.step(lr=1e-3, scale=0.5)
             kept = [shard.local for shard in update.state()] + [own for _, own in averages_of(update)]
         assert {one.device for one in kept} == {GPU}, name
+
+
+def test_what_islands_send_beside_computing_is_on_the_host(monkeypatch):
+    """Of a thread beside the one that has NCCL's collectives; who waits for it sends from the GPU."""
+    sent: list[str] = []
+
+    def collective(*tensors, group):
+        sent.extend(one.device.type for one in tensors)
+
+    for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor"):
+        monkeypatch.setattr(dist, name, collective)
+    world = SimpleNamespace(
+        place=lambda axis: (0, 2), group=lambda axis: None, group_of_its_own=lambda axis: None
+    )
+    mode = pretend(monkeypatch)
+    for staleness, where in ((1, "cpu"), (0, "cuda")):
+        model = SimpleNamespace(shards=[], waits=Waits())
+        link = local_updates(IslandsPlan(4, staleness=staleness), None, model, world).link
+        with mode:
+            rows = torch.empty(2, 8, device=GPU)
+            back = [link.all_reduce(rows), link.all_to_all(rows), link.all_gather(rows[:1])]
+        assert {one.device for one in back} == {GPU}
+        assert set(sent) == {where}
+        sent.clear()

@@ -25,7 +25,7 @@ from mlpipe.train.optim.sender import Answer, Sender
 from mlpipe.train.optim.update import ISLANDS, Average, Update, after_load
 from mlpipe.train.parallel.compression.averager import Link, code_of, coded_mean, padded
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
-from mlpipe.train.parallel.rank_group import RankGroup
+from mlpipe.train.parallel.rank_group import HostGroup, RankGroup
 from mlpipe.train.rank_rows import RankRows
 from mlpipe.train.shards import LocalShard
 from mlpipe.train.world import World
@@ -48,7 +48,8 @@ def local_updates(
     trained = [shard for shard in model.shards if shard.is_trained]
     ranks = RankGroup(0, 1, None, _as_it_is) if whole else RankGroup.along("dp_replicate", world, model.waits)
     if plan.staleness:  # what travels beside other collectives has its own group, and is waited for elsewhere
-        ranks = replace(ranks, group=world.group_of_its_own("dp_replicate"), timed=_as_it_is)
+        own = world.group_of_its_own("dp_replicate")
+        ranks = HostGroup(ranks.rank, ranks.num_ranks, own, _as_it_is)
     updates = LocalUpdates(plan, update, trained, ranks, model.waits.timed)
     model.step_metrics = updates.end_step
     return updates

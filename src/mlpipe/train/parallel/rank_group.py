@@ -111,6 +111,24 @@ class RankGroup:
                 tensor.copy_(part)
 
 
+class HostGroup(RankGroup):
+    """For a thread that sends beside another one's collectives. On a GPU copies on the host travel, by gloo:
+    collectives of two of NCCL's communicators are to begin in one order on all ranks, or each may wait for a
+    kernel that stands behind another's, and two threads have no order."""
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """As of any group."""
+        return super().all_gather(part.cpu()).to(part.device)
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """As of any group."""
+        return super().all_to_all(rows.cpu()).to(rows.device)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """As of any group."""
+        return tensor.copy_(super().all_reduce(tensor.cpu()))
+
+
 def gathered_rows(part: Tensor, ranks: RankGroup) -> Tensor:
     """All rows, for who gives each rank another part of the gradient: those are summed. Of ranks that add
     exactly in fp32, so that these parts are not rounded before."""
