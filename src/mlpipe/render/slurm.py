@@ -67,6 +67,15 @@ def parts_of(plan: Plan) -> list[str]:
     return [""] if replicas is None else [COORDINATOR, *map(str, range(replicas.most))]
 
 
+def output_file(plan: Plan, part: str = "") -> str:
+    """Where the job's own words go: beside the logs where the store is a folder, else into the folder where
+    the run was asked for, as Slurm's own files do."""
+    of_part = f"-{part}" if part else ""
+    if "://" in plan.store_url:
+        return f"slurm-{plan.run_id}-{plan.stage}-{plan.attempt}{of_part}.out"
+    return f"{plan.store_url}/{plan.attempt_key}/logs/slurm{of_part}.log"
+
+
 def array_script(array: TaskArray, jobs: Sequence[SlurmJob], output: str) -> str:
     """`jobs`: what each of its plans asks for, of which the largest memory and the longest save count;
     `output`: with `ARRAY_FIGURE`. Raises RenderError, also where they ask for different jobs."""

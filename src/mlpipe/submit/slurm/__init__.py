@@ -103,9 +103,10 @@ class SlurmBackend(Backend):
         yield from examine(store)
 
     def render(self, submission: Submission, console: Console) -> Rendered:
-        from mlpipe.submit.slurm.arrays import rendered as rendered_array
-        from mlpipe.submit.slurm.scripts import rendered
-
         if submission.pipeline.sweep is not None:
-            return rendered_array(submission)
-        return rendered(submission)
+            from mlpipe.submit.slurm import arrays
+
+            return arrays.rendered(submission)
+        from mlpipe.submit.slurm import scripts
+
+        return scripts.rendered(submission)

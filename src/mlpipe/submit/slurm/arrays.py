@@ -70,7 +70,7 @@ def script_of(
 
 
 def output_of(store_url: str, owner: str) -> str:
-    """Where the words of the tasks themselves go: beside the sweep, as `jobs.output_file` has it."""
+    """Where the words of the tasks themselves go: beside the sweep, as `output_file` has it."""
     if "://" in store_url:
         return f"slurm-{owner}-{ARRAY_FIGURE}.out"
     return f"{store_url}/runs/{owner}/logs/slurm-{ARRAY_FIGURE}.log"

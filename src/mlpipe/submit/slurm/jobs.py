@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlpipe._core.errors import SubmitError
 from mlpipe.plan.plan import Plan
-from mlpipe.render.slurm import comment, job_name
+from mlpipe.render.slurm import comment, job_name, output_file
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import AttemptOutcome
 from mlpipe.submit.executor import Ended
@@ -225,15 +225,6 @@ def last_lines(output: Path) -> str:
     except OSError:
         return ""
     return "; its last lines:" + "".join(f"\n  | {line}" for line in tail) if tail else ", silently"
-
-
-def output_file(plan: Plan, part: str = "") -> str:
-    """Where the job's own words go: beside the logs where the store is a folder, else into the folder where
-    the run was asked for, as Slurm's own files do."""
-    of_part = f"-{part}" if part else ""
-    if "://" in plan.store_url:
-        return f"slurm-{plan.run_id}-{plan.stage}-{plan.attempt}{of_part}.out"
-    return f"{plan.store_url}/{plan.attempt_key}/logs/slurm{of_part}.log"
 
 
 def _restarted(job: Job) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe.plan.plan import Plan, Replicas
-from mlpipe.render.slurm import COORDINATOR, comment, job_name
+from mlpipe.render.slurm import COORDINATOR, comment, job_name, output_file
 from mlpipe.store import replicas
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import AttemptOutcome
@@ -31,7 +31,6 @@ from mlpipe.submit.slurm.jobs import (
     Asked,
     act,
     last_lines,
-    output_file,
     same_script,
 )
 from mlpipe.submit.slurm.pending import why_waiting

@@ -11,11 +11,9 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.pods import host_bytes
 from mlpipe.plan.slurm import SlurmJob, slurm_job
 from mlpipe.plan.work import TrainPlan
-from mlpipe.render.slurm import parts_of, script
+from mlpipe.render.slurm import output_file, parts_of, script
 from mlpipe.spec.model import Pipeline
 from mlpipe.store.open import full_url
-from mlpipe.submit.slurm import client
-from mlpipe.submit.slurm.jobs import output_file
 from mlpipe.submit.submission import Availability, Preview, Rendered, Submission
 
 Files = dict[str, str]
@@ -67,6 +65,8 @@ def rendered(submission: Submission) -> Rendered:
 
 def server_dry_run(files: Files, folder: str) -> None:
     """Raises SubmitError for what Slurm refuses, before anything is written down anywhere."""
+    from mlpipe.submit.slurm import client  # which nobody needs who only renders
+
     for name, text in files.items():
         try:
             client.submit(text, folder, test_only=True)
@@ -78,6 +78,8 @@ def server_dry_run(files: Files, folder: str) -> None:
 def availability(files: Files, folder: str) -> Availability:
     """As the controller would start the jobs, were all of them submitted now: the last of them counts. Raises
     SubmitError."""
+    from mlpipe.submit.slurm import client
+
     starts = [client.earliest_start(text, folder) for text in files.values()]
     known = [start for start in starts if start is not None]
     if len(known) < len(starts):
