@@ -171,7 +171,7 @@ def _explain(error: Exception, session: CliSession) -> int:
         session.complain(str(error) if problems else f"{click.style('error:', fg='red', bold=True)} {error}")
         fields: dict[str, Any] = {"where": error.where, "hint": error.hint}
         if problems:
-            fields["problems"] = [vars(problem) for problem in problems]
+            fields["problems"] = [problem._asdict() for problem in problems]
         session.error_document(error.message, kind=error.kind, **fields)
         return EXIT_CODES[error.kind]
     again = "" if session.debug else "; run again with --debug to see where"

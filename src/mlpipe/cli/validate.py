@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -42,11 +41,11 @@ def command(
         try:
             pipeline = load_pipeline(spec, overrides=overrides)
         except SpecErrors as errors:
-            files.append({"file": spec, "problems": [asdict(problem) for problem in errors.problems]})
+            files.append({"file": spec, "problems": [problem._asdict() for problem in errors.problems]})
             lines.append(str(errors))
         else:
             impossible = _impossible(pipeline)
-            files.append({"file": spec, "problems": [asdict(problem) for problem in impossible]})
+            files.append({"file": spec, "problems": [problem._asdict() for problem in impossible]})
             number = len(pipeline.stages)
             ok = f"{spec}: ok, {number} stage" + ("s" if number > 1 else "")
             lines.append("\n".join(map(str, impossible)) or ok)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlpipe._core.errors import SpecError
@@ -29,8 +28,7 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line}:{self.col}" if self.line else shortened(self.file, _LONGEST_PLACE)
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """`message`: what is wrong and why. `hint`: what to write instead."""
 
     file: str

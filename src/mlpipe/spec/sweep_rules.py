@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -61,7 +60,7 @@ def check_trials(root: Node, sweep: Sweep, problems_of: Check) -> Iterator[Probl
             if str(problem) not in seen:
                 seen.add(str(problem))
                 words = ", ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
-                yield replace(problem, message=f"{problem.message} (trial {number:03d}: {words})")
+                yield problem._replace(message=f"{problem.message} (trial {number:03d}: {words})")
 
 
 def _written(node: Node, value: Any) -> Node:
