@@ -1,16 +1,18 @@
 """Plain data to YAML that every YAML 1.1 and 1.2 parser reads alike, byte for byte the same each time: text
 is quoted unless it is a plain word that nobody takes for something else.
 
-Every style is decided here, by rules that no library's emitter has (PyYAML's, bent to them, took nine times
-as long for the same bytes). The sha256 of a pipeline in this form says which pipeline a run is of, so a
-changed byte would estrange a pipeline from its former runs.
+PyYAML emits; the style of each value is decided here. The sha256 of a pipeline in this form says which
+pipeline a run is of, so a changed byte would estrange a pipeline from its former runs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
+
+import yaml
+from yaml.emitter import ScalarAnalysis
 
 from mlpipe._core.errors import RenderError
 
@@ -19,97 +21,120 @@ _RESERVED = {"true", "false", "yes", "no", "on", "off", "y", "n", "null", "nan",
 _BLOCK = re.compile(
     r"[!-~][ -~\n]*"
 )  # printable ASCII; an indented first line would be taken for indentation
-_ESCAPED = re.compile(r"[^ !#-\[\]-~]")
 _MAX_KEY = 1000  # YAML 1.2, 7.4: a key on one line has at most 1024 characters
 _WIDTH = 100
+_NO_LIMIT = 2**31
 
 
-def to_yaml(data: dict[str, Any]) -> str:
+def to_yaml(data: Any) -> str:
     """In block style, keys in the given order, a text on one line; lists without mappings in flow style."""
-    return _document(data, None)
+    return _dump(_node(data, 0, 0, None), explicit_start=False)
 
 
 def documents(objects: Iterable[dict[str, Any]]) -> str:
     """One document an object, as people review them: long text such as plan.json stands as a block of lines,
     and a list in flow style only if it fits its line. Raises RenderError for what YAML cannot say."""
-    return "".join(f"---\n{_document(data, _WIDTH)}" for data in objects)
+    return "".join(_dump(_node(document, 0, 0, _WIDTH), explicit_start=True) for document in objects)
 
 
-def _document(data: dict[str, Any], width: int | None) -> str:
-    """`width`: of a line; None: see `to_yaml`."""
-    return "\n".join(_block(data, "", width)) + "\n" if data else "{}\n"
+def _dump(node: yaml.Node, *, explicit_start: bool) -> str:
+    text: str = yaml.serialize(node, Dumper=_Dumper, explicit_start=explicit_start, width=_NO_LIMIT)
+    return text
 
 
-def _block(value: dict[str, Any] | list[Any], pad: str, width: int | None) -> Iterator[str]:
-    """Lines of what is not empty; `pad`: what its keys or dashes are indented by."""
+def _node(value: Any, indent: int, head: int, width: int | None) -> yaml.Node:
+    """`indent`: column of its keys or dashes. `head`: columns of its line that are taken. `width`: of a line;
+    None: see `to_yaml`."""
     if isinstance(value, dict):
+        pairs = []
         for key, item in value.items():
-            name = _flow(key)
-            if width is not None and len(name) > _MAX_KEY:
+            name = _scalar(key)
+            length = len(_text(name))
+            if width is not None and length > _MAX_KEY:
                 raise RenderError(
                     f"a key of {len(key)} characters: {key[:40]!r}...", hint="write a shorter one"
                 )
-            yield from _entry(f"{pad}{name}:", item, pad, width)
-        return
-    for item in value:
-        if isinstance(item, dict) and item:  # its first key stands beside the dash
-            first, *rest = _block(item, f"{pad}  ", width)
-            yield f"{pad}- {first.lstrip(' ')}"
-            yield from rest
-        else:
-            yield from _entry(f"{pad}-", item, pad, width)
-
-
-def _entry(head: str, value: Any, pad: str, width: int | None) -> Iterator[str]:
-    """`head`: a key or a dash, which `value` stands beside or below."""
-    if width is not None and isinstance(value, str) and _is_literal(value):
-        yield f"{head} |{'' if value.endswith(chr(10)) else '-'}"
-        yield from (f"{pad}  {line}" if line else "" for line in value.removesuffix("\n").split("\n"))
-    elif _stands_beside(head, value, width):
-        yield f"{head} {_flow(value)}"
-    else:
-        yield head
-        yield from _block(value, f"{pad}  ", width)
-
-
-def _stands_beside(head: str, value: Any, width: int | None) -> bool:
-    if not value or not isinstance(value, dict | list):
-        return True
-    if width is None:
-        return isinstance(value, list) and not any(isinstance(item, dict) for item in value)
-    # a list in a list is never in flow style where lines have a width
-    flat = (
-        isinstance(value, list)
-        and head.endswith(":")
-        and not any(isinstance(item, dict | list) for item in value)
-    )
-    return flat and len(f"{head} {_flow(value)}") <= width
-
-
-def _flow(value: Any) -> str:
-    """On one line."""
-    if isinstance(value, str):
-        word = _WORD.fullmatch(value) and value.lower() not in _RESERVED
-        return value if word else f'"{_ESCAPED.sub(_escape, value)}"'
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_flow(key)}: {_flow(item)}" for key, item in value.items()) + "}"
+            pairs.append((name, _node(item, indent + 2, indent + length + 1, width)))
+        return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=False)
     if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    text = "null" if value is None else str(value)
-    if isinstance(value, float):
+        # a list in a list is never in flow style where lines have a width
+        items = [_node(item, indent + 2, _NO_LIMIT, width) for item in value]
+        if width is None:
+            flow = not any(isinstance(item, yaml.MappingNode) for item in items)
+        else:
+            words = [_text(item) for item in items if isinstance(item, yaml.ScalarNode)]
+            flow = len(words) == len(items) and head + len(f" [{', '.join(words)}]") <= width
+        return yaml.SequenceNode("tag:yaml.org,2002:seq", items, flow_style=flow)
+    return _scalar(value, block=width is not None)
+
+
+def _scalar(value: Any, *, block: bool = False) -> yaml.ScalarNode:
+    kind, text, style = "str", str(value), None
+    if value is None:
+        kind, text = "null", "null"
+    elif isinstance(value, bool):
+        kind, text = "bool", str(value).lower()
+    elif isinstance(value, int):
+        kind = "int"
+    elif isinstance(value, float):
         # PyYAML reads 1e-05 as text
-        return text if "e" not in text or "." in text else text.replace("e", ".0e")
-    return text.lower()
+        kind, text = "float", text if "e" not in text or "." in text else text.replace("e", ".0e")
+    elif block and _is_block(value):
+        style = "|"
+    elif not _WORD.fullmatch(value) or value.lower() in _RESERVED:
+        style = '"'
+    return yaml.ScalarNode(f"tag:yaml.org,2002:{kind}", text, style=style)
 
 
-def _escape(found: re.Match[str]) -> str:
-    char, code = found[0], ord(found[0])
-    if char in '"\\':
-        return "\\" + char
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def _is_literal(text: str) -> bool:
+def _is_block(text: str) -> bool:
     """Whether a literal block says it: several lines, and no blank ones at the end, which would be lost."""
     lines = text.removesuffix("\n").split("\n")
     return len(lines) > 1 and lines[-1].strip() != "" and _BLOCK.fullmatch(text) is not None
+
+
+def _text(node: yaml.ScalarNode) -> str:
+    """On one line."""
+    return _quoted(node.value) if node.style else str(node.value)
+
+
+def _quoted(text: str) -> str:
+    return '"' + "".join(map(_escape, text)) + '"'
+
+
+def _escape(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    code = ord(char)
+    if 0x20 <= code < 0x7F:
+        return char
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Takes every style from its node and decides none by the look of a text."""
+
+    def analyze_scalar(self, scalar: str) -> ScalarAnalysis:
+        return ScalarAnalysis(
+            scalar=scalar,
+            empty=False,
+            multiline=False,
+            allow_flow_plain=True,
+            allow_block_plain=True,
+            allow_single_quoted=True,
+            allow_double_quoted=True,
+            allow_block=True,
+        )
+
+    def check_simple_key(self) -> bool:
+        return True  # never `? key`
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)  # dashes stand below their key, not beside it
+
+    def expect_block_sequence(self) -> None:
+        if self.sequence_context:
+            self.indention = False  # a list in a list begins on a line of its own
+        super().expect_block_sequence()
+
+    def write_double_quoted(self, text: str, split: bool = True) -> None:
+        self.write_indicator(_quoted(text), True)
