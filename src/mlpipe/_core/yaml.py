@@ -136,5 +136,18 @@ class _Dumper(yaml.SafeDumper):
             self.indention = False  # a list in a list begins on a line of its own
         super().expect_block_sequence()
 
+    # PyYAML goes through each text by character, which took half of the time of all.
     def write_double_quoted(self, text: str, split: bool = True) -> None:
         self.write_indicator(_quoted(text), True)
+
+    def write_plain(self, text: str, split: bool = True) -> None:
+        self.write_indicator(text, True)
+
+    def write_literal(self, text: str) -> None:
+        ends, pad = text.endswith("\n"), " " * (self.indent or 0)
+        self.write_indicator("|" if ends else "|-", True)
+        self.write_line_break()
+        lines = text.removesuffix("\n").split("\n")
+        self.write_indicator("\n".join(line and pad + line for line in lines), False)
+        if ends:
+            self.write_line_break()
