@@ -279,7 +279,7 @@ def _problem(node: Node, exists: bool, detail: ErrorDetails, model: type[BaseMod
     if kind in _ARTICLES:
         wanted = _ARTICLES[kind]
         return Problem.at(
-            node.place, f"expected {wanted}, got {_show(value)}", _rewrite(kind, value, node, wanted)
+            node.place, f"expected {wanted}, got {_show(value)}", _rewrite(kind, value, node, wanted, key)
         )
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
@@ -293,7 +293,11 @@ def _problem(node: Node, exists: bool, detail: ErrorDetails, model: type[BaseMod
     return Problem.at(node.place, detail["msg"][:1].lower() + detail["msg"][1:], "see 'mlpipe schema'")
 
 
-def _rewrite(kind: str, value: Any, node: Node, wanted: str) -> str:
+# Of mappings that are often written as a word, the key that it belongs to.
+_FIRST_KEYS = {"PresetModel": "preset", "TokenData": "tokens", "AdamW": "name"}
+
+
+def _rewrite(kind: str, value: Any, node: Node, wanted: str, key: Any) -> str:
     if kind == "string_type" and node.text is not None:
         return f'write "{node.text}" in quotes'
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and node.text is None:
@@ -302,6 +306,10 @@ def _rewrite(kind: str, value: Any, node: Node, wanted: str) -> str:
         return f"write {int(value)}"
     if kind in ("tuple_type", "list_type") and not isinstance(value, dict):
         return f"write [{_flat(', '.join(map(_quoted, str(value).split())))}]"
+    if kind in ("tuple_type", "list_type"):
+        return "write a list: each of its items begins with '- '"
+    if isinstance(value, str) and key in _FIRST_KEYS:
+        return f"write {{{_FIRST_KEYS[key]}: {_flat(value)}}}"
     return f"write {wanted}"
 
 
