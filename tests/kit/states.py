@@ -58,8 +58,8 @@ def plan_of(tokens: Path, strategy: Any, world_size: int) -> Plan:
         world_size = 1
     plan = train_plan("unused", tokens, strategy=strategy, world_size=world_size)
     train = cast(Any, plan.work)
-    args = {**train.model.build.args, **SHAPE}
-    object.__setattr__(train.model, "build", Entry(train.model.build.entry, args))
+    build = Entry(train.model.build.entry, {**train.model.build.args, **SHAPE})
+    object.__setattr__(train, "model", train.model._replace(build=build))
     return plan
 
 

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.unit
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 
 
-# What only a search over all axes, or a model of experts, needs.
 # Mappings of the file, and rules between them, that few files have: not this one.
 _OF_FEW_FILES = (
     "callbacks", "chat", "kubernetes_parts", "layout", "machines", "metric", "mixture", "models", "network",
     "optimizer_parts", "overrides", "own_data", "profile", "rounds", "slurm", "sweep", "trackers", "validate",
     "weights",
 )  # fmt: skip
+# What only a search over all axes, or a model of experts, needs.
 _UNASKED = ("search", "pipelining", "axes.tp", "axes.cp", "axes.pp", "axes.ep", "shapes.experts")
 
 

@@ -82,8 +82,12 @@ def state_folder() -> Path:
 def read_file(path: str | Path, most_bytes: int) -> bytes:
     """The first `most_bytes` of a file, or of a pipe, as `<(...)` of a shell is. Raises OSError, also for a
     device, and for a pipe whose writer does not come, or to an end."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-        mode = os.fstat(file.fileno()).st_mode
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(mode):  # which open() refuses, and leaves open
+        os.close(descriptor)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with open(descriptor, "rb", buffering=-1 if stat.S_ISREG(mode) else 0) as file:
         if stat.S_ISREG(mode):
             return file.read(most_bytes)
         if not stat.S_ISFIFO(mode):

@@ -154,7 +154,8 @@ def _fields(kind: Any) -> dict[str, Any]:
 def _silent(kind: Any) -> dict[str, Any]:
     """Of the fields that are `Sparse` the defaults."""
     hints = get_type_hints(kind, include_extras=True)
-    return {name: default for name, default in _fields(kind).items() if get_origin(hints[name]) is Annotated}
+    sparse = [name for name, hint in hints.items() if "sparse" in getattr(hint, "__metadata__", ())]
+    return {name: _fields(kind)[name] for name in sparse}
 
 
 def _says_nothing(value: Any) -> bool:

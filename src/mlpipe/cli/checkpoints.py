@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,14 +238,18 @@ def _undriven(store: Store, run_id: str) -> Iterator[None]:
     from mlpipe.store import leases, runs
     from mlpipe.submit.held_lease import HeldLease
 
-    if leases.lease_is_live(runs.read_run(store, run_id).driver):
+    former = runs.read_run(store, run_id).driver
+    if leases.lease_is_live(former):
         raise StoreError(
             f"run {run_id} is being driven",
             hint="it prunes by itself (checkpoint.keep); cancel it first, or wait",
             kind="input",
         )
-    with HeldLease(store, run_id):
-        yield
+    try:
+        with HeldLease(store, run_id):
+            yield
+    finally:  # by it a driver finds what the one before left behind
+        runs.update_run(store, run_id, lambda run: replace(run, driver=run.driver or former))
 
 
 def _chosen(checkpoints: list[Checkpoint], step: int | None, run_id: str) -> list[Checkpoint]:

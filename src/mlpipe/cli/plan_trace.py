@@ -17,6 +17,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import OWN
 from mlpipe._core.serial import from_json, to_json
 from mlpipe.plan.build import code_digest
+from mlpipe.plan.entry import search_path
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.shapes.traced import Traced
 from mlpipe.plan.work import TrainPlan
@@ -63,13 +64,9 @@ def _digest(plan: Plan, asked: str) -> str:
     train = plan.work.training
     entries = [train.model.build, *train.data.functions]
     for top in sorted({entry.entry.partition(":")[0].partition(".")[0] for entry in entries}):
-        for path in _sources(top, _search(plan)):
+        for path in _sources(top, search_path(plan.launch.env, os.getcwd())):
             digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _search(plan: Plan) -> list[str]:
-    return [os.getcwd(), *filter(None, plan.launch.env.get("PYTHONPATH", "").split(os.pathsep))]
 
 
 def _sources(top: str, search: list[str]) -> list[Path]:

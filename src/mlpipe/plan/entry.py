@@ -1,5 +1,7 @@
 """A user's own function, as a plan names it."""
 
+import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -8,3 +10,9 @@ class Entry(NamedTuple):
 
     entry: str
     args: dict[str, Any]
+
+
+def search_path(env: Mapping[str, str], folder: str) -> list[str]:
+    """Where modules of a user are looked for before what is installed, in `env` of a stage that works in
+    `folder`: Python's own stand between the two."""
+    return [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), folder]

@@ -75,8 +75,8 @@ def _whole(work: RankWork) -> RankTensors:
     held, rebuilt, gradient_bytes = work.held_bytes, work.rebuilt_bytes, total(gradients)
     forward, backward, buffers = _copied(work, total(copies))
     moments = [forward, Moment(buffers + held), Moment(backward + gradient_bytes + rebuilt)]
-    mesh = work.layout.mesh
-    if work.step.accumulation > 1 or (mesh.dp_replicate > 1 and mesh.dp_shard == 1):
+    layout = work.layout
+    if work.step.accumulation > 1 or (layout.num_replicas > 1 and layout.mesh.dp_shard == 1):
         moments = [one._replace(alive=one.alive + gradient_bytes) for one in moments[:2]]
     return RankTensors(
         parameters=parameters.held(1, WEIGHT_BYTES),
@@ -94,8 +94,9 @@ def _whole(work: RankWork) -> RankTensors:
 
 
 def _copied(work: RankWork, in_all: int) -> tuple[Moment, int, int]:
-    """Autocast keeps its copies of the weights, `in_all` bytes, until the forward pass ends, and autograd
-    those of what is not recomputed, whose backward pass casts anew, block by block. The end of the forward
+    """Autocast keeps its copies of the weights, `in_all` bytes, until the forward pass ends (of frozen ones
+    those of a block), and autograd those of what is not recomputed, whose backward pass casts anew, block by
+    block. The end of the forward
     pass, with them all; then bytes of the copies when all gradients are there, and at the loss. A loss in one
     with the head is within the forward pass, that of a model that was traced may be."""
     parameters, activations = work.parameters, work.activations
@@ -106,7 +107,9 @@ def _copied(work: RankWork, in_all: int) -> tuple[Moment, int, int]:
     loss_bytes = activations.kept_logit_bytes
     if work.step.fused_head or not activations.logit_bytes:
         loss_bytes = work.held_bytes - total(activations.saved)
-    return Moment(in_all + total(activations.saved) + loss_bytes), block, max(outside, block)
+    kept = total(parameters.trained.cast(1, COMPUTE_BYTES[work.step.precision])) if in_all else 0
+    cast = min(in_all, kept + block)
+    return Moment(cast + total(activations.saved) + loss_bytes), block, max(outside, block)
 
 
 def estimate(work: RankWork, device: str) -> MemoryEstimate:
@@ -122,7 +125,8 @@ def estimate(work: RankWork, device: str) -> MemoryEstimate:
         "buffers": tensors.buffers,
     }
     reused = sum(causes.values()) - tensors.peak
-    return MemoryEstimate(**causes, context=reserved.context, slack=reserved.slack, reused=reused)
+    causes["buffers"] += max(0, -reused)  # more copies of weights than there are at the loss
+    return MemoryEstimate(**causes, context=reserved.context, slack=reserved.slack, reused=max(0, reused))
 
 
 def saved_bytes(parameters: ParameterCounts, optimizer: OptimizerCost, num_ranks: int) -> int:

@@ -47,6 +47,7 @@ class Mesh:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
+        # of all axes, without a dictionary: it is asked for thousands of times by a search
         return math.prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
 
     @property

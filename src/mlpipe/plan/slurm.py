@@ -130,6 +130,8 @@ def _container(spec: s.SlurmContainer | None, image: str | None) -> SlurmContain
 def _as_asked(runtime: str, image: str) -> str:
     """The pipeline's image, which is written as Kubernetes takes it. Apptainer would look for a file of that
     name; enroot, which pyxis asks, for all of it at Docker Hub."""
+    if "://" in image or image.endswith(".sif"):
+        return image  # in a runtime's own words
     if runtime == "apptainer":
         return f"docker://{image}"
     registry, _, rest = image.partition("/")

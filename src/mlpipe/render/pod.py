@@ -159,7 +159,7 @@ def coordinator_template(plan: Plan, cluster: ClusterPlan, labels: Json, config:
     )
     template = worker_template(plan, small, labels, config, "")
     container = template["spec"]["containers"][0]
-    container["args"][1] = "mlpipe.train.coordinate"
+    container["args"][2] = "mlpipe.train.coordinate"  # in the place of the module
     container.pop("ports", None)
     others = template["spec"].get("tolerations", [])
     template["spec"]["tolerations"] = [*others, *map(dict, _LEAVES_LOST_NODES)]

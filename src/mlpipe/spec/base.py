@@ -63,7 +63,8 @@ class SpecModel(BaseModel):
 class _OfModule(type):
     def __instancecheck__(cls, value: Any) -> bool:
         """As of the class that it stands for, which has no instances before its module is imported."""
-        return isinstance(value, getattr(sys.modules.get(cls.__module__), cls.__name__, ()))
+        meant = getattr(sys.modules.get(cls.__module__), cls.__name__, ())
+        return meant is not cls and isinstance(value, meant)
 
 
 class OnNeed(metaclass=_OfModule):
@@ -98,6 +99,8 @@ class OnNeedOf:
         self._module = f"mlpipe.spec.{module}"
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         made = on_need(name, lambda: getattr(import_module(self._module), name), self._module)
         setattr(self, name, made)
         return made

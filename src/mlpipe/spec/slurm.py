@@ -53,7 +53,9 @@ class SlurmContainer(SpecModel):
 
     runtime: Literal["pyxis", "apptainer"] = Field(description="`pyxis`: `srun --container-image`.")
     image: f.Text | None = Field(
-        None, description="As the runtime takes it: a reference or a file. Default: the pipeline's `image`."
+        None,
+        description="As the runtime takes it: a reference or a file. Default: the pipeline's `image`, "
+        "in its words.",
     )
     mounts: tuple[f.ListedPath, ...] = Field(
         (), strict=False, description="Folders that are seen inside as outside, besides the scratch folder."

@@ -393,7 +393,10 @@ def _update(
             return old
         check(old, new)
         moved = new.state != old.state
-        new = replace(new, updated=time.time(), seq=old.seq + 1 if moved else old.seq)
+        # when a run ended stays, whoever holds it for a moment afterwards
+        only_held = old.state in RUN_ENDED and replace(new, driver=old.driver) == old
+        updated = old.updated if only_held else time.time()
+        new = replace(new, updated=updated, seq=old.seq + 1 if moved else old.seq)
         if store.put_if_match(_run_key(run_id), to_json(new).encode(), etag):
             if moved:
                 write_index_key(store, new)

@@ -87,7 +87,8 @@ def prepare(store: Store, run: RunState, asked: Seal, changes: Changes, only: st
         allowed |= {key: now.get(key) for key in named if key.startswith(f"{name}.")}
         known |= _check_meaning(store, pipeline, checkpoints, now, allowed, overrides)
         at = checkpoints[-1].step if checkpoints else 0
-        if changes.overrides and training.steps < at:
+        asks_fewer = before is None or training.steps < trainings(before)[name].steps
+        if changes.overrides and training.steps < at and asks_fewer:
             raise _refused(
                 f"the training {name!r} has done {at} steps already, {training.steps} are asked for",
                 f"train.steps={at} ends it there, a higher one goes on; --from-step goes back, to one of "

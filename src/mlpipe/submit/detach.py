@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -55,9 +56,12 @@ def last_words(store: Store, run: RunState) -> str:
     "" of other ends, and where it wrote none."""
     log = driver_log(store, run.run_id)
     try:
-        with log.open("rb") as file:
-            about = os.fstat(file.fileno())
-            if about.st_mtime < run.updated - _CLOCKS_SECONDS:  # of one before
+        # others may write into a store: neither through a link nor out of a pipe
+        descriptor = os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            about = os.fstat(descriptor)
+            is_of_one_before = about.st_mtime < run.updated - _CLOCKS_SECONDS
+            if is_of_one_before or not stat.S_ISREG(about.st_mode):
                 return ""
             file.seek(max(0, about.st_size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
@@ -110,7 +114,7 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
             has_ended = run.state == "done" or (run.state in runs.RUN_ENDED and run.seq != seen)
             if code == 0 or has_ended or leases.lease_is_live(run.driver):
                 return  # nothing was left to do, it ended within a blink, or another driver does it
-            words = last_words(store, run) or log.read_text(errors="replace").strip()
+            words = last_words(store, run) or log.read_text(errors="replace").rpartition("error: ")[2].strip()
             kind = next((kind for kind, known in EXIT_CODES.items() if known == code), None)
             raise SubmitError(f"the driver ended at once: {words}", where=str(log), kind=kind)
         if time.monotonic() > deadline:

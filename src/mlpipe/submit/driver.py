@@ -88,7 +88,7 @@ def drive(
                 return left  # another was asked for the same, was quicker, and has ended it
             raise under_way(run_id)
         # the checkpoint to go back to may have been pruned meanwhile
-        if left.stages != former.stages or left.meta != former.meta or changes.from_step:
+        if left.stages != former.stages or left.meta != former.meta or changes.from_step is not None:
             sealed = seal.verified(store, left, digests=options.digests, trust_store=options.trust_store)
             prepared = prepare(store, left, sealed, changes, only)
         former, pipeline = left, prepared.pipeline

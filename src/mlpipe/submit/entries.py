@@ -8,7 +8,6 @@ have. So the module is found as Python would find it, and its source is parsed. 
 from __future__ import annotations
 
 import ast
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -17,9 +16,10 @@ from pathlib import Path
 
 from mlpipe._core.errors import SubmitError
 from mlpipe._core.meshes import UNSPLIT
-from mlpipe.plan.entry import Entry
+from mlpipe.plan.entry import Entry, search_path
 from mlpipe.plan.plan import Plan
 
+_OF_PYTHON = sys.stdlib_module_names | {"test"}  # which is there as well
 _PLAIN = sys.stdlib_module_names - {"importlib"} | {"torch", "numpy"}
 
 
@@ -30,7 +30,7 @@ def check_entries(plans: Iterable[Plan], folder: str) -> None:
         if plan.kind.runs != "workers":
             continue
         training = plan.work.training
-        path = [folder, *filter(None, plan.launch.env.get("PYTHONPATH", "").split(os.pathsep))]
+        path = search_path(plan.launch.env, folder)
         if training.model.preset is None:
             tree = _check(training.model.build, path)
             if tree is not None and training.mesh.tp > 1 and not training.model.tensor:
@@ -60,8 +60,8 @@ def _check(
     user's, by name and in front; `offered`: those that it adds for a function that takes them."""
     module, _, name = entry.entry.partition(":")
     top = module.partition(".")[0]
-    if top in sys.stdlib_module_names and PathFinder.find_spec(top, search[:1]) is not None:
-        words = f"Python has a module {top!r} of its own, which stands before that of {search[0]}"
+    if top in _OF_PYTHON and PathFinder.find_spec(top, search[-1:]) is not None:
+        words = f"Python has a module {top!r} of its own, which stands before that of {search[-1]}"
         raise _broken(entry, words, "give yours another name")
     spec = _find(module, search)
     if spec is None:

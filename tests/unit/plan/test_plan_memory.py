@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from kit.shapes import rank_work
 
@@ -12,6 +14,7 @@ from mlpipe.plan.memory import MemoryEstimate, estimate, rank_tensors, saved_byt
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.shapes.dense import Dense
+from mlpipe.plan.shapes.frozen import Adapted
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.tensors import total
 
@@ -19,6 +22,7 @@ pytestmark = pytest.mark.unit
 # V 10, D 4, L 2, 2 query heads and 1 key/value head of 2 channels, F 6
 TINY = LlamaConfig(10, 4, 2, 2, 1, 6, 8, 1e4, 1e-5, True)
 BLOCK = 2 * (4 * 4) + 2 * (4 * 2) + 3 * (4 * 6) + 2 * 4  # q o, k v, gate up down, two norms
+SIZES_1B = Dense(PRESETS["llama-1b"]).parameters
 SIZES = Dense(TINY).parameters  # 300 in all, 128 a block, 44 outside
 
 
@@ -128,6 +132,30 @@ def test_gradients_take_the_place_of_activations_where_one_rank_is_alone() -> No
     assert peak(5000, 300, accumulation=2) == 5300 + 4 * 300
     ddp = rank_work(SIZES, "ddp", Mesh(dp_replicate=2), saved=5000, logits=300)
     assert rank_tensors(ddp).peak == 16 * 300 + 5300  # its buckets live from the first step on
+    # so do those of ranks that have parts of the same sequences, and nothing in shards
+    of_cp = [rank_work(SIZES, "ddp", Mesh(dp_replicate=n, cp=2), saved=5000, logits=300) for n in (1, 2)]
+    assert rank_tensors(of_cp[0]).peak == rank_tensors(of_cp[1]).peak
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_replicate=2), Mesh(dp_replicate=2, cp=2)])
+def test_copies_of_weights_beside_adapters(mesh: Mesh, checkpointing: Any) -> None:
+    """In the forward pass of all that is trained; where only adapters are, of a block. What is told is
+    never less than nothing."""
+    shape = Dense(PRESETS["llama-1b"])
+    step = StepShape(64, 1, 1, "bf16", checkpointing, compiled=False)
+    copies = {}
+    for one in (shape, Adapted(shape, (), 8)):
+        work = rank_work(one.parameters, "ddp" if mesh.world_size > 1 else "single", mesh)
+        work = work._replace(step=step, activations=one.activations(step, "cuda"))
+        told = estimate(work, "cuda")
+        assert told.reused >= 0
+        assert told.tensors == rank_tensors(work).peak
+        copies[one] = told.tensors - told.parameters - told.gradients - told.optimizer
+    if checkpointing == "full":
+        # of a rank that is alone gradients take their place
+        assert mesh.world_size == 1 or copies[shape] > 2 * SIZES_1B.total
+        assert copies[Adapted(shape, (), 8)] < 0.5 * SIZES_1B.total
 
 
 def test_gloo_gathers_updated_slices_into_one_flat_tensor_more_when_activations_are_gone() -> None:

@@ -222,7 +222,8 @@ def test_neither_does_the_driver_nor_the_coordinator(first: str) -> None:
     pods = [driver["spec"]["template"]["spec"]]
     if first == "train":
         coordinator = stage_objects(plan)[1]
-        assert "coordinate" in str(coordinator["spec"]["template"]["spec"]["containers"][0]["args"])
+        args = coordinator["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert args[:4] == ["-P", "-m", "mlpipe.train.coordinate", "--plan"]
         pods.append(coordinator["spec"]["template"]["spec"])
         assert "affinity" not in pods[-1], "it has no GPU, and goes where there is none"
     assert [pod["nodeSelector"] for pod in pods] == [{"zone": "a"}] * len(pods)

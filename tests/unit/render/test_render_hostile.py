@@ -99,10 +99,7 @@ def hostile(text: str) -> Plan:
         TRAINING,
         reason=text,
         data=TRAINING.data._replace(tokens=text),
-        model=dataclasses.replace(
-            TRAINING.model,
-            build=TRAINING.model.build._replace(args={"a": text}),
-        ),
+        model=TRAINING.model._replace(build=TRAINING.model.build._replace(args={"a": text})),
     )
     return dataclasses.replace(
         TRAIN,

@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import re
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -148,6 +149,8 @@ def test_nobody_begins_to_drive_a_run_whose_checkpoints_are_being_deleted(tmp_pa
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     store = FolderStore(tmp_path / "store")
     runs.create_run(store, "r", "version: 1\n", "d", ["train"], "local", {})
+    died = runs.Lease("dead", "h", 1, 2.0, "boot pid:[1]", 1)  # whose processes a resume looks for
+    stopped = runs.update_run(store, "r", lambda run: replace(run, state="failed", driver=died))
     save(store, 1), save(store, 2)
     delete, refused = catalogue._delete, []
 
@@ -160,6 +163,7 @@ def test_nobody_begins_to_drive_a_run_whose_checkpoints_are_being_deleted(tmp_pa
     monkeypatch.setattr(catalogue, "_delete", deleting)
     done = CliRunner().invoke(app, ["checkpoints", *verb, "--store", store.url], obj=CliSession())
     assert (done.exception, refused) == (None, ["input"])
+    assert runs.read_run(store, "r") == stopped, "nor is it said to have ended now"
     assert [item.step for item in catalogue.list_checkpoints(store, STAGE)] == [2]
     leases.take_lease(store, "r", "a resume", 60.0)  # and after it somebody does
     done = CliRunner().invoke(app, ["checkpoints", *verb, "--store", store.url], obj=CliSession())

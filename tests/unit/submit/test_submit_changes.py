@@ -14,7 +14,7 @@ from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import catalogue, leases, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.folder import FolderStore
-from mlpipe.submit import seal
+from mlpipe.submit import driver, seal
 from mlpipe.submit.changes import Changes, Prepared, apply, prepare
 from mlpipe.submit.driver import DriveOptions, drive
 from mlpipe.submit.executor import StopRequest
@@ -130,6 +130,9 @@ def test_fewer_steps_than_are_done_are_refused(store, state):
     assert asked(store, "train.steps=39", from_step=30).behind[0].step == 40
     if state == "cancelled":
         assert asked(store, "train.steps=40").pipeline.stage("train").train.steps == 40
+        # as an mlpipe left it that took such an end for done: what else is asked for is no reason to refuse
+        runs.update_run(store, "r", lambda run: replace(run, meta={**run.meta, "set": ["train.steps=39"]}))
+        assert asked(store, "evaluate.gate=val_loss < 4").pipeline.stage("train").train.steps == 39
 
 
 @pytest.mark.parametrize(
@@ -226,8 +229,11 @@ def test_from_step_gives_up_what_comes_after_it(store):
         asked(store, from_step=30, only="evaluate")
 
 
-def test_a_checkpoint_that_is_pruned_before_the_run_is_ours_is_not_gone_back_to(store, monkeypatch):
-    """The later ones were given up for it, and the training began anew."""
+@pytest.mark.parametrize(("from_step", "words"), [(30, "no checkpoint of step 30"), (0, None)])
+def test_a_checkpoint_that_is_pruned_before_the_run_is_ours_is_not_gone_back_to(
+    store, monkeypatch, from_step, words
+):
+    """The later ones were given up for it, and the training began anew. Nor is it given up itself."""
     take, first = leases.take_lease, catalogue.list_checkpoints(store, TRAIN)[0]
 
     def pruned(*args: Any, **more: Any) -> runs.RunState:
@@ -235,8 +241,18 @@ def test_a_checkpoint_that_is_pruned_before_the_run_is_ours_is_not_gone_back_to(
         return take(*args, **more)
 
     monkeypatch.setattr(leases, "take_lease", pruned)
-    with pytest.raises(SubmitError, match="no checkpoint of step 30"):
-        drive(store, "r", DriveOptions(changes=Changes(from_step=30)), stop=StopRequest())
+    options = DriveOptions(changes=Changes(from_step=from_step))
+    if words is None:
+        applied = []
+        monkeypatch.setattr(
+            driver, "apply", lambda store, run_id, prepared: applied.append(prepared) or 1 / 0
+        )
+        with pytest.raises(ZeroDivisionError):
+            drive(store, "r", options, stop=StopRequest())
+        assert [found.step for found in applied[0].behind] == [40]
+        return
+    with pytest.raises(SubmitError, match=words):
+        drive(store, "r", options, stop=StopRequest())
     assert [found.step for found in catalogue.list_checkpoints(store, TRAIN)] == [40]
 
 

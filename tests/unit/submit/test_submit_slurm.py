@@ -197,15 +197,17 @@ def test_a_run_of_the_same_id_in_another_store_keeps_its_jobs(tmp_path: Path, co
         for number, url in urls.items()
     }
     waits = "PENDING|None|0|0||mlpipe/r/corpus/1"
+    comments = {number: comment(text) for number, text in texts.items()}
+    comments[10] = f"mlpipe:{64 * 'a'}"  # of an mlpipe whose comments told no store
     lines = [
-        f"[ -e '{commands}/{number}' ] || echo '{number}|{waits}|{comment(text)}|'"
-        for number, text in texts.items()
+        f"[ -e '{commands}/{number}' ] || echo '{number}|{waits}|{text}|'"
+        for number, text in comments.items()
     ]
     stand_in(commands, "squeue", "\n".join(lines))
     stand_in(commands, "scancel", f"touch '{commands}/'$1")
     clear(store, run, timeout_seconds=60)
     calls = (commands / "calls").read_text().splitlines()
-    assert [call for call in calls if call.startswith("scancel")] == ["scancel 7", "scancel 9"]
+    assert [call for call in calls if call.startswith("scancel")] == ["scancel 7", "scancel 9", "scancel 10"]
 
 
 def test_of_two_jobs_of_one_attempt_the_later_one_goes(tmp_path: Path, commands: Path) -> None:
@@ -340,12 +342,15 @@ def test_folders_of_a_container_are_one_word_of_the_shell(runtime: str) -> None:
         ("docker.io/team/mlpipe:1", "team/mlpipe:1"),
         ("team/mlpipe:1", "team/mlpipe:1"),
         ("mlpipe:1.0", "mlpipe:1.0"),
+        ("docker://registry.example.com/mlpipe", None),
+        ("images/mlpipe.sif", None),
     ],
 )
-def test_the_image_of_pods_is_named_as_the_runtime_takes_it(image: str, of_enroot: str) -> None:
+def test_the_image_of_pods_is_named_as_the_runtime_takes_it(image: str, of_enroot: str | None) -> None:
     """pyxis took `registry/image` for one of Docker Hub (github.com/NVIDIA/pyxis/issues/39), apptainer for a
     file."""
-    for runtime, expected in (("pyxis", of_enroot), ("apptainer", f"docker://{image}")):
+    of_apptainer = image if of_enroot is None else f"docker://{image}"
+    for runtime, expected in (("pyxis", of_enroot or image), ("apptainer", of_apptainer)):
         spec = pipeline_of("llm", f"image={image}", f"slurm.container={{runtime: {runtime}}}")
         container = slurm_job(spec, "train").container
         assert container is not None

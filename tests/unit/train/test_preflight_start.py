@@ -23,7 +23,7 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str):
 
 
 def test_one_that_was_killed_is_said_to_be_by_which_signal_where_and_perhaps_why(tmp_path, monkeypatch):
-    outcome = ended(tmp_path, monkeypatch, 'printf "a matmul" > $6/preflight-doing; kill -9 $$')
+    outcome = ended(tmp_path, monkeypatch, 'printf "a matmul" > $7/preflight-doing; kill -9 $$')
     assert (outcome.kind, outcome.message) == (
         "infrastructure",
         "the preflight was killed by SIGKILL at a matmul",
@@ -41,7 +41,7 @@ def test_one_that_failed_is_told_in_its_own_words(tmp_path, monkeypatch):
 
 
 def test_one_whose_disk_took_no_note_is_told_so(tmp_path, monkeypatch):
-    outcome = ended(tmp_path, monkeypatch, ': > $6/preflight-doing; echo "error: full" >&2; exit 4')
+    outcome = ended(tmp_path, monkeypatch, ': > $7/preflight-doing; echo "error: full" >&2; exit 4')
     assert (
         outcome.message
         == "the preflight failed at a point of which its disk, which is full, has no note: full"
