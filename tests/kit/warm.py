@@ -207,12 +207,13 @@ def program(name: str, arguments: list[str]) -> int:
     """The exit code of one of `programs`."""
     if name == "mlpipe":
         kind, argv, env = "cli", ["mlpipe.cli", *arguments], dict(os.environ)
-    elif arguments[0] == "-m":
-        kind, argv, env = "cli", arguments[1:], dict(os.environ)
+    elif "-m" in arguments[:2]:  # behind -P, as mlpipe starts its own
+        kind, argv, env = "cli", arguments[arguments.index("-m") + 1 :], dict(os.environ)
     else:
         kind, argv = "ranks", [arguments[0].removesuffix(".py"), *arguments[1:]]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return Popen(kind, [sys.executable, "-m", *argv], env=env).wait()
+    options = ["-P"] if arguments[:1] == ["-P"] else []
+    return Popen(kind, [sys.executable, *options, "-m", *argv], env=env).wait()
 
 
 def _receive(server: socket.socket, count: int) -> bytes:
