@@ -142,9 +142,8 @@ def search(
     for number, (mesh, choices) in enumerate(points):
         look(number, mesh, choices)
     best = math.inf
-    roomy: list[
-        Candidate
-    ] = []  # too slow to be worth it, but for what they leave free beside one that is not
+    # too slow to be worth it, but for what they leave free beside one that is not
+    roomy: list[Candidate] = []
     while queue:
         point = queue.pop(0)
         if prune and point.least_seconds > (best * ROOM_WINDOW if result.candidates else limit):

@@ -176,10 +176,11 @@ def test_a_pipe_is_read_to_its_end_or_for_a_minute_and_a_device_not_at_all(
     """Who waited for a writer waited for ever."""
     pipe, text = tmp_path / "p.yaml", QUICKSTART.read_bytes()
     os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_bytes, args=(text,))
+    writer = threading.Thread(target=pipe.write_bytes, args=(text,), daemon=True)
     writer.start()
     assert load_pipeline(pipe) == load_pipeline(QUICKSTART)
-    writer.join()
+    writer.join(60)
+    assert not writer.is_alive()
     monkeypatch.setattr(files, "PIPE_SECONDS", 0.2)
     with pytest.raises(SpecErrors, match="cannot be read: nobody has written all of it into this pipe"):
         load_pipeline(pipe)
