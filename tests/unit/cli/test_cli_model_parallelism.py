@@ -1,4 +1,4 @@
-"""docs/how-to/model-parallelism.md: its commands print what it shows."""
+"""docs/how-to/model-parallelism.md and plan.md: their commands print what they show."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mlpipe.cli.app import run_app
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs/how-to/model-parallelism.md").read_text()
-SHOWN = re.findall(r"^```console\n\$ mlpipe (.*?)\n(.*?)^```", PAGE, flags=re.M | re.S)
+PAGES = "".join((ROOT / f"docs/how-to/{name}.md").read_text() for name in ("model-parallelism", "plan"))
+SHOWN = re.findall(r"^```console\n\$ mlpipe (\w+ pipelines/.*?)\n(.*?)^```", PAGES, flags=re.M | re.S)
 
 
-def test_the_page_shows_what_is_printed() -> None:
-    assert len(SHOWN) == 3
+def test_the_pages_show_what_is_printed() -> None:
+    assert len(SHOWN) == 4
     for command, lines in SHOWN:
         argv = [sys.executable, "-m", "mlpipe.cli", *shlex.split(command)]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -1,0 +1,139 @@
+"""What pages show can be done: verbs, options, targets of make and files are there, and the loader reads what
+they show of a pipeline's file."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from mlpipe.cli.app import LazyGroup
+from mlpipe.spec.load import load_pipeline_text
+from mlpipe.spec.model import Pipeline
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "grafana/README.md")
+]
+PAGES += sorted(ROOT.glob("docs/**/*.md"))
+PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+OF_A_STAGE = ("needs", "command", "env", "timeout", "resources")
+OTHERS = ("places", "networks", "kind", "rule_files", "podMonitor")  # keys of other files
+TRAIN = "{model: {preset: llama-8b, seq_len: 8}, data: {tokens: x, batch_size: 64}, steps: 100}"
+WHOLE = f"""
+version: 1
+name: shown
+image: a
+store: s3://bucket/a
+stages:
+  - {{name: corpus, command: ["true"]}}
+  - name: train
+    needs: [corpus]
+    train: {TRAIN}
+    resources: {{nodes: 2, workers_per_node: 8}}
+  - {{name: evaluate, needs: [train], evaluate: {{}}}}
+"""
+
+
+def _console(text: str) -> Iterator[str]:
+    for block in re.findall(r"^ *```(?:console|bash)\n(.*?)^ *```", text, flags=re.M | re.S):
+        yield from re.findall(r"^\s*\w*\$ (.*)", re.sub(r"\\\n(\s*>)?", " ", block), flags=re.M)
+
+
+def _inline(text: str) -> list[str]:
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+def _unknown(words: list[str]) -> str | None:
+    """What of a call of mlpipe there is not."""
+    group: click.Command = LazyGroup()
+    context, rest = click.Context(group), [word for word in words if word != "--debug"]
+    while isinstance(group, click.Group):
+        if not rest or rest[0] in ("--help", "--version"):
+            return None
+        found = group.get_command(context, rest[0])
+        if found is None:
+            return f"no verb {rest[0]}"
+        group, context, rest = found, click.Context(found, parent=context), rest[1:]
+    try:
+        group.make_parser(context).parse_args(rest)
+    except click.NoSuchOption as error:
+        return error.format_message()
+    except click.UsageError:  # a page says `--set` and means what follows
+        pass
+    return None
+
+
+@PAGE
+def test_what_is_called_is_there(page: Path) -> None:
+    """Fails where a verb or an option of a page is renamed, or a target of make."""
+    text, targets = page.read_text(), re.findall(r"^([a-z.-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    problems = []
+    for line in [*_console(text), *_inline(text)]:
+        for call in re.findall(r"(?:^|[;|] ?|&& ?|until |\d )mlpipe ([a-z-].*?)(?: #|$| [|;&>]|\)$)", line):
+            try:
+                words = shlex.split(call.replace("...", "X"))
+            except ValueError:  # a sign of more
+                continue
+            if problem := _unknown(words):
+                problems.append(f"mlpipe {call}: {problem}")
+        problems += [f"make {name}" for name in re.findall(r"^make ([a-z-]+)", line) if name not in targets]
+    assert problems == []
+
+
+@PAGE
+def test_files_of_ours_that_are_named_are_there(page: Path) -> None:
+    """Fails where a module is moved, or a test renamed."""
+    ours = r"(?:(?:src|tests|docs|benchmarks|charts|grafana|k8s|pipelines)/[\w./-]*\.\w+|[\w/]+/\w+\.py)"
+    folders = (ROOT, ROOT / "src/mlpipe", page.parent)
+    named = {path for code in _inline(page.read_text()) for path in re.findall(f"^{ours}", code)}
+    named -= {"torchft/ddp.py", "mlpipe/__init__.py"}
+    assert [path for path in sorted(named) if not any((folder / path).exists() for folder in folders)] == []
+
+
+def _examples() -> Iterator[Any]:
+    """Each with the pipeline whose keys it has: the first whole one of its page, or `WHOLE`."""
+    for page in (page for page in PAGES if page.name != "extend.md"):  # whose kinds and names are its own
+        blocks = re.findall(r"^ *```yaml\n(.*?)^ *```", page.read_text(), flags=re.M | re.S)
+        whole = next((text for text in blocks if text.startswith("version: 1") and "stages:" in text), WHOLE)
+        for number, text in enumerate(blocks):
+            yield pytest.param(whole, text, id=f"{page.name}-{number}")
+
+
+def _read(text: str) -> Any:
+    """YAML with what stands for more left out."""
+    text = re.sub(r"^ *\.\.\.\n", "", text, flags=re.M).replace("@sha256:...", "@sha256:" + "0" * 64)
+    return yaml.safe_load(dedent(text.replace("{...}", TRAIN)))
+
+
+@pytest.mark.parametrize(("whole", "text"), _examples())
+def test_what_is_shown_of_a_pipeline_is_one(whole: str, text: str) -> None:
+    """Fails where a key is renamed, a value gone, or an example no YAML."""
+    shown, document = _read(text), _read(WHOLE) | _read(whole)
+    (stage,) = (stage for stage in document["stages"] if stage["name"] == "train" or "tune" in stage["name"])
+    if isinstance(shown, list):
+        shown = shown[0]
+        del shown["name"]
+    for key, value in shown.items():
+        if key in OTHERS:
+            return
+        if key == "train":
+            stage["train"] |= value
+        elif key == "patches":
+            document["kubernetes"] = {key: value}
+        elif key == "adapter" and "model" not in shown:
+            stage["train"] |= {key: value, "init_from": {"path": "weights"}}
+        elif key in OF_A_STAGE:
+            stage[key] = value
+        else:
+            (document if key in Pipeline.model_fields else stage["train"])[key] = value
+    load_pipeline_text(yaml.safe_dump(document), "page")
