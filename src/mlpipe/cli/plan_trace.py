@@ -16,9 +16,8 @@ from pathlib import Path
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import OWN
 from mlpipe._core.serial import from_json, to_json
-from mlpipe.plan.build import code_digest
 from mlpipe.plan.entry import search_path
-from mlpipe.plan.plan import Plan
+from mlpipe.plan.plan import Plan, code_digest
 from mlpipe.plan.shapes.traced import Traced
 from mlpipe.plan.work import TrainPlan
 from mlpipe.store.outputs import cache_folder

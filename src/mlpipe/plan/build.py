@@ -1,16 +1,12 @@
-"""A Pipeline's stage on given hardware to a Plan: pure arithmetic, no torch, no network, no clock. Only two
-things are read: the manifest of the tokens, once they exist, and mlpipe's own source (its digest)."""
+"""A Pipeline's stage on given hardware to a Plan: pure arithmetic, no torch, no network, no clock. Only the
+manifest of the tokens is read, once they exist."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import mlpipe
 from mlpipe._core.units import parse_bytes
 from mlpipe.plan import network
 from mlpipe.plan.hardware import Hardware, detect_hardware, together
@@ -100,7 +96,7 @@ def build_plan(
         attempt=start.attempt,
         store_url=start.store_url,
         spec_digest=pipeline.digest,
-        code_digest=code_digest(),
+        code_digest="",
         launch=launch,
         work=work,
         inputs=tuple(f"runs/{start.run_id}/stages/{name}" for name in sorted(start.inputs)),
@@ -113,19 +109,3 @@ def build_plan(
 
 def _shared_memory_bytes(work: StageWork) -> int:
     return work.shared_memory_bytes or 0 if isinstance(work, TrainPlan) else 0
-
-
-@lru_cache(maxsize=1)
-def code_digest() -> str:
-    """sha256 over the names and bytes of mlpipe's own Python files."""
-    root = os.path.dirname(mlpipe.__file__)
-    digest = hashlib.sha256()
-    # six hundred files: with Path it took twice the time, a twentieth of a plan's
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name != "__pycache__")
-        for name in sorted(name for name in names if name.endswith(".py")):
-            path = os.path.join(folder, name)
-            digest.update(f"{path[len(root) :]}\0".encode())
-            with open(path, "rb", buffering=0) as stream:
-                digest.update(hashlib.sha256(stream.read()).digest())
-    return digest.hexdigest()

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from mlpipe._core.presets import PRESETS
 from mlpipe.cli.session import CliSession
 from mlpipe.cli.validate import command as validate
 from mlpipe.kinds.train.spec import Preset, Strategy
+from mlpipe.plan import plan as plans
 from mlpipe.plan.ahead import plan_ahead
 from mlpipe.plan.allocators import glibc
 from mlpipe.plan.build import Start, build_plan, stage_hardware
@@ -67,6 +69,17 @@ def test_every_pipeline_plans_and_its_plans_read_back(path: Path) -> None:
         plan = plan_of(pipeline, stage.name, stage_hardware(pipeline, stage.name))
         assert plan.kind == stage.kind
         assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_document_names_the_source_of_the_mlpipe_that_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:  # a table is no document: nobody reads six hundred files for it
+        patched.setattr(plans, "code_digest", lambda: pytest.fail("read for a plan that nobody wrote"))
+        plan = plan_of(quickstart(), "corpus", cpu())
+    ours = plans.code_digest()
+    assert re.fullmatch("[0-9a-f]{64}", ours)
+    assert Plan.from_json(plan.to_json()).code_digest == plan.to_plain()["code_digest"] == ours
+    theirs = dataclasses.replace(plan, code_digest="0" * 64)
+    assert theirs.to_plain()["code_digest"] == "0" * 64
 
 
 def test_names_known_to_the_spec_are_the_plans() -> None:
