@@ -28,15 +28,18 @@ EXIT_CODES: dict[ErrorKind, int] = {
     "interrupted": 130,
 }
 
+KINDS_BY_CODE: dict[int, ErrorKind] = {code: kind for kind, code in EXIT_CODES.items()}
+
 # What whoever starts the same thing again makes of them. torchrun, which starts workers anew in an attempt:
 # these kinds would come again, while a failure of the user's own code need not.
 FATAL_KINDS: tuple[ErrorKind, ...] = ("input", "bug")
-# Kubernetes, which starts pods anew when all that is used up: these codes would come again. A launcher that
-# was stopped by a signal and has saved goes on, which costs a JobSet nothing. All else counts.
 # A launcher whose machine did not pass its preflight says so by a code of its own: the driver starts the
 # stage elsewhere, since pods that start anew may stand on the same machine.
 NODE_FAULT_CODE = 6
+# Kubernetes, which starts pods anew when all that is used up: these codes would come again.
 NON_RETRIABLE_CODES = (EXIT_CODES["input"], EXIT_CODES["failed"], NODE_FAULT_CODE)
+# A launcher that was stopped by a signal and has saved goes on, which costs a JobSet nothing. All else
+# counts.
 SAVED_CODE = EXIT_CODES["cancelled"]
 
 

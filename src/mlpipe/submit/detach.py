@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from mlpipe._core import environment
-from mlpipe._core.errors import EXIT_CODES, SubmitError
+from mlpipe._core.errors import KINDS_BY_CODE, SubmitError
 from mlpipe.store import leases, outputs, runs
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState
@@ -115,7 +115,7 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
             if code == 0 or has_ended or leases.lease_is_live(run.driver):
                 return  # nothing was left to do, it ended within a blink, or another driver does it
             words = last_words(store, run) or log.read_text(errors="replace").rpartition("error: ")[2].strip()
-            kind = next((kind for kind, known in EXIT_CODES.items() if known == code), None)
+            kind = KINDS_BY_CODE.get(code)
             raise SubmitError(f"the driver ended at once: {words}", where=str(log), kind=kind)
         if time.monotonic() > deadline:
             process.terminate()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlpipe._core import environment
-from mlpipe._core.errors import EXIT_CODES, ErrorKind, SubmitError
+from mlpipe._core.errors import KINDS_BY_CODE, SubmitError
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.hardware import machine_memory_bytes
 from mlpipe.plan.plan import Plan
@@ -29,7 +29,6 @@ from mlpipe.submit.here import stage_command
 from mlpipe.submit.standby import Standbys
 
 _LAST_LINES = 15  # of a failed command's log, shown with the failure
-_KINDS: dict[int, ErrorKind] = {code: kind for kind, code in EXIT_CODES.items()}
 
 
 def gpu_ids() -> list[str]:
@@ -250,7 +249,7 @@ class StageProcess(ThreadedHandle):
             return ended_by(outcome)
         if self._stopping:
             return Ended("cancelled", "stopped at once", exit_code=exit_code)
-        kind = "infrastructure" if exit_code < 0 else _KINDS.get(exit_code, "bug")
+        kind = "infrastructure" if exit_code < 0 else KINDS_BY_CODE.get(exit_code, "bug")
         message = f"the launcher {_how(exit_code)}{self._last_lines()}"
         return Ended("failed", message, kind=kind, exit_code=exit_code)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mlpipe._core import environment
 from mlpipe._core.cpus import num_cpus
-from mlpipe._core.errors import EXIT_CODES, FATAL_KINDS, SAVED_CODE, ErrorKind, MlpipeError, StoreError
+from mlpipe._core.errors import EXIT_CODES, FATAL_KINDS, KINDS_BY_CODE, SAVED_CODE, MlpipeError, StoreError
 from mlpipe._core.records import Launched, LaunchEnded
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.process import main_of_stage
@@ -28,7 +28,6 @@ from mlpipe.train.replicas.coordinator import LONELY_SECONDS, Coordinator
 from mlpipe.train.replicas.membership import Membership
 from mlpipe.train.replicas.telling import best, tell_quorums
 
-KINDS_BY_CODE: dict[int, ErrorKind] = {code: kind for kind, code in EXIT_CODES.items()}
 _POLL_SECONDS = 0.1
 _LOOK_SECONDS = 2.0  # for how many replicas are wanted
 _ADDRESS = "127.0.0.1"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from mlpipe._core.errors import EXIT_CODES, ErrorKind
+from mlpipe._core.errors import KINDS_BY_CODE, ErrorKind
 from mlpipe.store.outcome import NODE_FAULT
 from mlpipe.store.preflight import Checked, Ranked, checked_from
 from mlpipe.train.outcome import Outcome
@@ -25,7 +25,6 @@ _POLL_SECONDS = 0.1
 _ALONE_SECONDS = 60.0
 # Of a gang: for the others to come, for the checks, and for the last of them to leave.
 _TOGETHER_SECONDS = 600.0 + 2 * 60.0 + 30.0
-_KINDS: dict[int, ErrorKind] = {code: kind for kind, code in EXIT_CODES.items()}
 
 
 def run_preflight(
@@ -82,7 +81,8 @@ def run_preflight(
             "out of memory? look at the kernel's log; postmortem/preflight*.log of the attempt is its own",
         )
     words = (scratch / LOG).read_text(errors="replace").strip().removeprefix("error: ")
-    kind = _KINDS.get(process.returncode, "infrastructure") if process.returncode != 1 else "infrastructure"
+    kind = KINDS_BY_CODE.get(process.returncode, "infrastructure")
+    kind = "infrastructure" if kind == "bug" else kind  # the code is Python's own, too, after a traceback
     return _failed(kind, f"the preflight failed at {doing}: {words[-2000:] or process.returncode}")
 
 
