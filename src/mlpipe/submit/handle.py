@@ -25,8 +25,9 @@ class ThreadedHandle(ABC):
     def __init__(self, store: Store, plan: Plan) -> None:
         self._store = store
         self._plan = plan
-        self._stopping = False
+        self._stopping = self._killing = False
         self._num_asked = 0
+        self._note = ""  # what it waits for, in words
         self._ended: Ended | None = None
         self._thread = threading.Thread(target=self._follow, name=f"stage {plan.stage}", daemon=True)
 
@@ -34,14 +35,14 @@ class ThreadedHandle(ABC):
         return self._ended
 
     def note(self) -> str:
-        return ""
+        return "" if self._stopping else self._note
 
     def terminate(self) -> None:
         self._stopping = True
         self._num_asked += 1
 
     def kill(self) -> None:
-        self._stopping = True
+        self._stopping = self._killing = True
         self._num_asked += 1
 
     def wait(self, seconds: float) -> None:

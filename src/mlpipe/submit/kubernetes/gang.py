@@ -43,8 +43,6 @@ class Gang(ThreadedHandle):
         gang = next(body for body in self._objects if body["kind"] in GANGS)
         self._kind, self._name = gang["kind"], gang["metadata"]["name"]
         self._labels = selector(plan.run_id, plan.stage, plan.attempt)
-        self._killing = False
-        self._note = ""
         self._sent = Sent(store, plan)
         self._placement = WholePlacement(api) if WholePlacement.is_for(plan) else None
         self._postmortem = Postmortem(store, api, plan.attempt_key, self._name)
@@ -52,10 +50,6 @@ class Gang(ThreadedHandle):
 
     def note(self) -> str:
         return self._note
-
-    def kill(self) -> None:
-        super().kill()
-        self._killing = True
 
     def _work(self) -> Ended:
         if not self._create():

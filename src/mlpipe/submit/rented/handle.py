@@ -69,19 +69,11 @@ class RentedHandle(ThreadedHandle):
     def __init__(self, market: Market, pipeline: Pipeline, plan: Plan) -> None:
         super().__init__(market.store, plan)
         self._market, self._pipeline = market, pipeline
-        self._killing, self._out_of = False, ""
-        self._note = ""
+        self._out_of = ""
         self._renewed, self._beats = 0.0, 0
         self._gone, self._heard = 0, False
         self._thread.daemon = False  # a driver does not end before its machine is returned
         self._thread.start()
-
-    def note(self) -> str:
-        return "" if self._stopping else self._note
-
-    def kill(self) -> None:
-        super().kill()
-        self._killing = True
 
     def _work(self) -> Ended:
         self._note = "waits for the run's other machine to be returned: one at a time keeps to the budget"

@@ -42,16 +42,7 @@ class JobHandle(ThreadedHandle):
         self._folder, self._script, self._task = folder, script, task
         self._name, self._comment = job_name(plan.run_id, plan.stage, plan.attempt), comment(script)
         self._output = Path(folder, task["output"] if task else output_file(plan))
-        self._killing = False
-        self._note = ""
         self._thread.start()
-
-    def note(self) -> str:
-        return "" if self._stopping else self._note
-
-    def kill(self) -> None:
-        super().kill()
-        self._killing = True
 
     def _work(self) -> Ended:
         if not self._submit():

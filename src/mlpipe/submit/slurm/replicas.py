@@ -59,18 +59,9 @@ class ReplicaJobs(ThreadedHandle):
         self._given_up: set[str] = set()
         self._left_out = LeftOut(store, plan.attempt_key, self._limits)
         self._num_taken = 0  # replicas that Slurm took
-        self._killing = False
         self._end: Ended | None = None
         self._ends_at = float("inf")
-        self._note = ""
         self._thread.start()
-
-    def note(self) -> str:
-        return "" if self._stopping else self._note
-
-    def kill(self) -> None:
-        super().kill()
-        self._killing = True
 
     def _work(self) -> Ended:
         Path(self._folder, output_file(self._plan, COORDINATOR)).parent.mkdir(parents=True, exist_ok=True)
