@@ -90,21 +90,9 @@ class Launcher:
         self.fatal_since = float("inf")  # a rank has said that it is over
 
     def run(self) -> int:
-        self.scratch.mkdir(parents=True, exist_ok=True)
-        for stale in (
-            "outcome-*.json",
-            "fatal-*.json",
-            "pid-*",
-            "stacks-*",
-            "flight-rank-*",
-            STOP_FILE,
-            SLOW_FILE,
-            PROFILE_FILE,
-        ):
-            for path in self.scratch.glob(stale):
-                path.unlink()
+        """To the end of torchrun, or of what comes before it; the exit code."""
         log_dir = self.scratch / "logs"
-        shutil.rmtree(log_dir, ignore_errors=True)
+        self._clear_scratch(log_dir)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         self.store.delete([self.outcome_key])  # of this node's pod before a restart of the gang
@@ -149,22 +137,22 @@ class Launcher:
         shipper.ship()
         restarts = self._num_restarts(log_dir)
         ended = self._outcome(process.returncode, torchrun_log.read_text(errors="replace"), restarts)
-        exit_code = _exit_code(ended)
-        if ended.outcome == "failed":
-            failure = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
-            print(f"error: {failure}", file=sys.stderr, flush=True)  # noqa: T201
-        try:
-            self._event(LaunchEnded(outcome=ended.outcome, message=ended.message))
-            self._store_outcome(ended, restarts, exit_code)
+
+        def keep() -> None:
             if ended.outcome == "failed":
                 self.keep_postmortem(torchrun_log)
             shipper.close()
-        except StoreError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
-            return exit_code or EXIT_CODES[error.kind]
-        if self.plan.launch.num_nodes > 1 and not _is_to_blame(ended):
-            _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
-        return exit_code
+
+        return self._tell_end(ended, restarts, keep, is_to_blame=_is_to_blame(ended))
+
+    def _clear_scratch(self, log_dir: Path) -> None:
+        """Of what a launcher before this one left there."""
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        of_ranks = ("outcome-*.json", "fatal-*.json", "pid-*", "stacks-*", "flight-rank-*")
+        for stale in (*of_ranks, STOP_FILE, SLOW_FILE, PROFILE_FILE):
+            for path in self.scratch.glob(stale):
+                path.unlink()
+        shutil.rmtree(log_dir, ignore_errors=True)
 
     def _start_torchrun(self, argv: list[str], output: Path) -> subprocess.Popen[bytes]:
         """Before any thread exists here. It begins as our fork where we are one that has imported torch."""
@@ -220,19 +208,27 @@ class Launcher:
         """The exit code."""
         from mlpipe.train.preflight.start import LOG
 
-        exit_code = _exit_code(ended)
-        failure = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
-        print(f"error: {failure}", file=sys.stderr, flush=True)  # noqa: T201
-        try:
-            self._event(LaunchEnded(outcome=ended.outcome, message=ended.message))
-            self._store_outcome(ended, 0, exit_code)
+        def keep() -> None:
             if (log := self.scratch / LOG).exists():
                 name = self.node.name("preflight", ".log")
                 self.store.put(f"{self.plan.attempt_key}/postmortem/{name}", log.read_bytes())
+
+        return self._tell_end(ended, 0, keep, is_to_blame=_exit_code(ended) != EXIT_CODES["infrastructure"])
+
+    def _tell_end(self, ended: Outcome, restarts: int, keep: Callable[[], None], *, is_to_blame: bool) -> int:
+        """To whoever reads our output, and to the store, which `keep` gives the rest; the exit code."""
+        exit_code = _exit_code(ended)
+        if ended.outcome == "failed":
+            failure = MlpipeError(ended.message, where=ended.where, hint=ended.hint)
+            print(f"error: {failure}", file=sys.stderr, flush=True)  # noqa: T201
+        try:
+            self._event(LaunchEnded(outcome=ended.outcome, message=ended.message))
+            self._store_outcome(ended, restarts, exit_code)
+            keep()
         except StoreError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
-            return exit_code
-        if self.plan.launch.num_nodes > 1 and exit_code == EXIT_CODES["infrastructure"]:
+            return exit_code or EXIT_CODES[error.kind]
+        if self.plan.launch.num_nodes > 1 and not is_to_blame:
             _wait_until(lambda: self.num_signals > 0, _BLAMELESS_SECONDS)
         return exit_code
 
