@@ -86,7 +86,7 @@ def prune(session: CliSession, run_id: str, stage: str | None, keep: int) -> Non
 
     store = session.store_of(run_id)
     deleted = []
-    with _undriven(store, run_id):
+    with _undriven(session, store, run_id):
         keys = sorted({item.key.partition("/checkpoints/")[0] for item in _find(store, run_id, stage)})
         for latest in (item for key in keys for item in catalogue.list_checkpoints(store, key)[-keep:]):
             try:
@@ -116,7 +116,7 @@ def discard(session: CliSession, run_id: str, step: int, stage: str | None) -> N
     from mlpipe.store import catalogue
 
     store = session.store_of(run_id)
-    with _undriven(store, run_id):
+    with _undriven(session, store, run_id):
         chosen = _chosen(_find(store, run_id, stage), step, run_id)
         if len({item.key.partition("/checkpoints/")[0] for item in chosen}) > 1:
             raise click.UsageError(f"several stages have a checkpoint of step {step}: name one with --stage")
@@ -232,24 +232,24 @@ def _find(store: Store, run_id: str, stage: str | None) -> list[Checkpoint]:
 
 
 @contextmanager
-def _undriven(store: Store, run_id: str) -> Iterator[None]:
+def _undriven(session: CliSession, store: Store, run_id: str) -> Iterator[None]:
     """Nobody drives the run, nor begins to before the end of the block: a resume would go on from what is
     being deleted."""
     from mlpipe.store import leases, runs
     from mlpipe.submit.held_lease import HeldLease
 
-    former = runs.read_run(store, run_id).driver
-    if leases.lease_is_live(former):
+    run = runs.read_run(store, run_id)
+    if leases.is_driven(store, run):
         raise StoreError(
             f"run {run_id} is being driven",
             hint="it prunes by itself (checkpoint.keep); cancel it first, or wait",
             kind="input",
         )
     try:
-        with HeldLease(store, run_id):
+        with HeldLease(store, run_id, deletes=True, note=session.note):
             yield
     finally:  # by it a driver finds what the one before left behind
-        runs.update_run(store, run_id, lambda run: replace(run, driver=run.driver or former))
+        runs.update_run(store, run_id, lambda now: replace(now, driver=now.driver or run.driver))
 
 
 def _chosen(checkpoints: list[Checkpoint], step: int | None, run_id: str) -> list[Checkpoint]:

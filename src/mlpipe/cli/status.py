@@ -74,7 +74,8 @@ def _text(run: RunState, document: dict[str, Any], live_line: Any) -> str:
         lines.append(f"  {document['waits_for']}")
     if run.driver is not None and run.state not in ("done", "failed", "cancelled"):
         was = "" if document["driver_alive"] else "was "
-        lines.append(f"  {was}driven by process {run.driver.pid} on {run.driver.host}")
+        held = "held, to delete checkpoints," if run.driver.deletes else "driven"
+        lines.append(f"  {was}{held} by process {run.driver.pid} on {run.driver.host}")
     starts = run.meta.get("init_from", {})
     for line, (name, stage) in zip(outcome.stage_lines(run), document["stages"].items(), strict=True):
         lines.append(f"  {line}")

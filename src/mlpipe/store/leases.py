@@ -20,17 +20,17 @@ _RESTART_SECONDS = 120.0  # for a cluster to start a driver in place of one that
 
 
 def take_lease(
-    store: Store, run_id: str, holder: str, seconds: float, *, dead: str | None = None
+    store: Store, run_id: str, holder: str, seconds: float, *, dead: str | None = None, deletes: bool = False
 ) -> RunState:
-    """Makes `holder` the run's driver for `seconds`. One whose lease has expired, whose process or container
-    has ended, or that is known to be `dead`, is taken over. Raises StoreError (input) when another driver is
-    alive."""
+    """Makes `holder` the run's driver for `seconds`, or, where it `deletes`, the one who deletes checkpoints
+    of it. One whose lease has expired, whose process or container has ended, or that is known to be `dead`,
+    is taken over. Raises StoreError (input) when another holder is alive."""
     own = this_process()
     pod, pod_uid = (os.environ.get(name, "") for name in (environment.POD_NAME, environment.POD_UID))
 
     def change(run: RunState) -> RunState:
         lease = run.driver
-        if lease is not None and lease.holder not in (holder, dead) and lease_is_live(lease):
+        if lease is not None and lease.holder not in (holder, dead) and is_driven(store, run):
             left = f"; if that machine is lost, wait for {max(0.0, lease.expires - time.time()):.0f} s"
             raise StoreError(
                 f"run {run_id} is driven by process {lease.pid} on {lease.host}",
@@ -48,6 +48,7 @@ def take_lease(
             own.started,
             pod,
             pod_uid,
+            deletes,
         )
         return replace(run, driver=new)
 
@@ -78,7 +79,7 @@ def release_lease(store: Store, run_id: str, holder: str) -> RunState:
 
 
 def lease_is_live(lease: Lease | None) -> bool:
-    """Whether somebody drives the run, as far as can be told from here."""
+    """Whether somebody holds the run, as far as can be told from here: see also `is_driven`."""
     if lease is None or not 0 <= lease.expires - time.time() <= _LONGEST_SECONDS:
         return False
     alive = is_alive(_process(lease))
@@ -86,6 +87,22 @@ def lease_is_live(lease: Lease | None) -> bool:
         return alive
     # of this very pod, but not of this container: that one has ended, and was started anew as ours
     return lease.pod_uid == "" or lease.pod_uid != os.environ.get(environment.POD_UID)
+
+
+def is_driven(store: Store, run: RunState) -> bool:
+    """Whether the run has a driver. Raises StoreError (input) while its checkpoints are being deleted, after
+    which it would have none."""
+    lease = run.driver
+    if lease is None or not lease_is_live(lease):
+        return False
+    if lease.deletes:
+        raise StoreError(
+            f"checkpoints of run {run.run_id} are being deleted by process {lease.pid} on {lease.host}",
+            where=store.url,
+            hint="try again once that has ended",
+            kind="input",
+        )
+    return True
 
 
 def is_over_by_clock(lease: Lease) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe._core.ids import is_name
-from mlpipe._core.serial import from_json, to_json
+from mlpipe._core.serial import Sparse, from_json, to_json
 from mlpipe.store.base import Store
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ _STAGE_ORDER = {**_RUN_ORDER, "skipped": 2}
 @dataclass(frozen=True)
 class Lease:
     """Who drives the run. `expires`: Unix seconds; the holder renews it long before. `namespace`, `started`:
-    see `ProcessId`. `pod`, `pod_uid`: of a driver in a pod, "" of others."""
+    see `ProcessId`. `pod`, `pod_uid`: of a driver in a pod, "" of others. `deletes`: its holder drives
+    nothing, but deletes checkpoints of the run."""
 
     holder: str
     host: str
@@ -59,6 +60,7 @@ class Lease:
     started: int = 0
     pod: str = ""
     pod_uid: str = ""
+    deletes: Sparse[bool] = False
 
 
 @dataclass(frozen=True)

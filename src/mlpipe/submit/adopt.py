@@ -137,9 +137,8 @@ class DriveRequest:
         started."""
         store, run_id, only = self.store, self.run_id, self.only
         run = self.backend.await_end_of_driver(store, run_id, only)
-        if changes and (
-            run.is_under_way or leases.lease_is_live(run.driver) or self.backend.driver_is_alive(run_id, only)
-        ):
+        driven = leases.is_driven(store, run)
+        if changes and (run.is_under_way or driven or self.backend.driver_is_alive(run_id, only)):
             raise under_way(run_id)
         prepared = prepare(store, run, before, changes, only) if changes and before else None
         again = prepared.again if prepared else ()
@@ -179,7 +178,7 @@ class DriveRequest:
         """Leaves word that the stage is wanted, unless it is done or runs. Whether a driver must be
         started."""
         run = runs.read_run(self.store, self.run_id, known=True)
-        driven = leases.lease_is_live(run.driver)
+        driven = leases.is_driven(self.store, run)
         if self.only is None:
             return run.state != "done" and not driven
         check_needs(needs(self.pipeline), run, self.only)

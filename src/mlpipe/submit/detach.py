@@ -84,7 +84,7 @@ def _open_log(path: Path) -> int:
 
 def detach_unless_driven(store: Store, run_id: str) -> None:
     """`detach`, of a run or sweep that another process may be driving."""
-    if not leases.lease_is_live(runs.read_run(store, run_id).driver):
+    if not leases.is_driven(store, runs.read_run(store, run_id)):
         detach(store, run_id)
 
 
@@ -112,7 +112,7 @@ def detach(store: Store, run_id: str, only: str | None = None) -> None:
             return
         if code is not None:
             has_ended = run.state == "done" or (run.state in runs.RUN_ENDED and run.seq != seen)
-            if code == 0 or has_ended or leases.lease_is_live(run.driver):
+            if code == 0 or has_ended or leases.is_driven(store, run):
                 return  # nothing was left to do, it ended within a blink, or another driver does it
             words = last_words(store, run) or log.read_text(errors="replace").rpartition("error: ")[2].strip()
             kind = KINDS_BY_CODE.get(code)

@@ -73,7 +73,7 @@ def drive(
     backend = backends.load(sealed.backend).of_driver(former, prepared.pipeline)
     with contextlib.ExitStack() as held:
         try:
-            lease = held.enter_context(_lease(store, run_id, backend))
+            lease = held.enter_context(_lease(store, run_id, backend, note))
         except StoreError as error:
             if options.for_followers and error.kind == "input":
                 return runs.read_run(store, run_id)
@@ -135,11 +135,11 @@ def drive(
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _lease(store: Store, run_id: str, backend: Backend) -> HeldLease:
+def _lease(store: Store, run_id: str, backend: Backend, note: Callable[[str], None]) -> HeldLease:
     """Where the driver is started anew, one that has ended is not waited for, and one that is gone until its
     lease has expired."""
     patience = TAKEOVER_SECONDS if backend.has_own_driver else 0.0
-    return HeldLease(store, run_id, patience_seconds=patience, has_ended=backend.lease_is_dead)
+    return HeldLease(store, run_id, patience_seconds=patience, has_ended=backend.lease_is_dead, note=note)
 
 
 def _is_anything_left(store: Store, former: RunState, backend: Backend) -> bool:

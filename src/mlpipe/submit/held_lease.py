@@ -17,6 +17,7 @@ from mlpipe.store.runs import Lease, RunState
 LEASE_SECONDS = 60.0
 TAKEOVER_SECONDS = LEASE_SECONDS + 10.0  # for the lease of a driver that is gone to expire
 _RENEW_SECONDS = 10.0
+_SILENCE_SECONDS = 1.5 * _RENEW_SECONDS  # of who is taken for gone
 
 
 class HeldLease:
@@ -29,11 +30,15 @@ class HeldLease:
         *,
         patience_seconds: float = 0.0,
         has_ended: Callable[[Lease], bool] = lambda lease: False,
+        deletes: bool = False,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`patience_seconds`: how long to wait for another's lease to expire. `has_ended`: whether others
-        know that its holder is dead."""
+        know that its holder is dead. `deletes`: see `Lease`. `note`: takes a line on what is waited for."""
         self._patience_seconds = patience_seconds
         self._has_ended = has_ended
+        self._deletes = deletes
+        self._note = note
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.store = store
         self._run_id = run_id
@@ -48,7 +53,9 @@ class HeldLease:
         while True:
             try:
                 self._await_silence()
-                leases.take_lease(self.store, self._run_id, self.holder, LEASE_SECONDS, dead=dead)
+                leases.take_lease(
+                    self.store, self._run_id, self.holder, LEASE_SECONDS, dead=dead, deletes=self._deletes
+                )
                 break
             except StoreError as error:
                 if time.monotonic() >= deadline:
@@ -85,8 +92,14 @@ class HeldLease:
                     hint="set both by NTP; nothing was started",
                     kind="input",
                 )
-            if time.monotonic() - self._watched[1] > 1.5 * _RENEW_SECONDS:
+            if time.monotonic() - self._watched[1] > _SILENCE_SECONDS:
                 return
+            if lease != before:
+                self._note(
+                    f"run {self._run_id} was driven by process {lease.pid} on {lease.host} up to "
+                    f"{time.time() - lease.expires:.0f} s ago by this machine's clock: watching for "
+                    f"{_SILENCE_SECONDS:.0f} s whether it still is"
+                )
             time.sleep(1.0)
 
     def check(self) -> None:

@@ -22,6 +22,8 @@ from mlpipe.store.blobs import read_blob, write_blob
 from mlpipe.store.checksum import crc32c
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.manifest import add_checksum, check, strip_checksum
+from mlpipe.submit import backends
+from mlpipe.submit.adopt import DriveRequest
 
 pytestmark = pytest.mark.unit
 STAGE = "runs/r/stages/train"
@@ -155,8 +157,13 @@ def test_nobody_begins_to_drive_a_run_whose_checkpoints_are_being_deleted(tmp_pa
     delete, refused = catalogue._delete, []
 
     def deleting(*args):
-        with pytest.raises(StoreError, match="is driven by") as caught:
+        with pytest.raises(StoreError, match="checkpoints of run r are being deleted by process") as caught:
             leases.take_lease(store, "r", "a resume", 60.0)
+        second = CliRunner().invoke(app, ["checkpoints", *verb, "--store", store.url], obj=CliSession())
+        assert str(second.exception) == str(caught.value)
+        with pytest.raises(StoreError) as submitted:  # it was taken for driven, and got no driver
+            DriveRequest(backends.load("local"), store, "r", None, None, CliSession()).start_driver()
+        assert str(submitted.value) == str(caught.value)
         refused.append(caught.value.kind)
         delete(*args)
 

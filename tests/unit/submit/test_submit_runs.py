@@ -552,9 +552,12 @@ def test_a_driver_whose_clock_is_another_one_is_not_driven_out(tmp_path, monkeyp
             with pytest.raises(StoreError, match=rf"is driven by process {lease.pid} on elsewhere"):
                 HeldLease(store, "r").__enter__()
         else:
-            with HeldLease(store, "r") as held:
+            notes: list[str] = []
+            with HeldLease(store, "r", note=notes.append) as held:
                 assert runs.read_run(store, "r").driver.holder == held.holder
             assert (sum(passes.pauses) > 10) == (late in (100, 3590))
+            watched = " s ago by this machine's clock: watching for 15 s whether it still is"
+            assert [watched in text for text in notes] == [True] * (late in (100, 3590))
 
 
 def test_a_run_that_is_cancelled_before_its_driver_begins_is_not_begun(tmp_path, monkeypatch):
