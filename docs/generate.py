@@ -65,7 +65,7 @@ A command whose reader has gone away (`mlpipe list | head -1`) ends with 141 and
 reports of any program.
 
 Under `--output json` a command that fails also prints one document with the message, where it happened, what
-to do about it and the name from this table.
+to do about it and the name from this table; `validate` and `doctor` print what they found, as ever.
 """
 
 

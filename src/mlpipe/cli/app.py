@@ -119,7 +119,7 @@ def _print_version(ctx: click.Context) -> None:
 
 def run_app(args: list[str] | None = None) -> NoReturn:
     """Run one command and exit with the code that the table in `_core/errors.py` gives its outcome."""
-    session = CliSession()
+    session, words = CliSession(), sys.argv[1:] if args is None else args
     _open_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, interrupt)
@@ -139,6 +139,8 @@ def run_app(args: list[str] | None = None) -> NoReturn:
 
             with heard_or_not():
                 traceback.print_exc()
+        # of a mistake in the command line, which click finds before it has read all of it
+        session.json = session.json or "--output json" in " ".join(words).replace("=", " ")
         code = _explain(error, session)
     sys.exit(code)
 
@@ -158,7 +160,9 @@ def _explain(error: Exception, session: CliSession) -> int:
     if isinstance(error, click.ClickException):
         with heard_or_not():
             error.show()
-        session.error_document(error.format_message(), kind="input")
+        context = getattr(error, "ctx", None)
+        hint = f"{context.command_path} --help" if context else None
+        session.error_document(error.format_message(), kind="input", where=None, hint=hint)
         return EXIT_CODES["input"]
     if isinstance(error, MemoryError):
         hint = "raise its limit (ulimit -v), or use a machine with more"
@@ -176,5 +180,6 @@ def _explain(error: Exception, session: CliSession) -> int:
         return EXIT_CODES[error.kind]
     again = "" if session.debug else "; run again with --debug to see where"
     session.complain(f"a bug in mlpipe: {type(error).__name__}: {error}{again}")
-    session.error_document(f"{type(error).__name__}: {error}", kind="bug")
+    hint = "run again with --debug, and report it"
+    session.error_document(f"{type(error).__name__}: {error}", kind="bug", where=None, hint=hint)
     return EXIT_CODES["bug"]

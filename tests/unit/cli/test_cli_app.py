@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -98,6 +99,13 @@ def test_an_error_is_a_document_under_json(cli: Cli):
     error = cli.json("status", "nobody", code=2)["error"]
     assert error["kind"] == "input"
     assert "no run" in error["message"]
+
+
+@pytest.mark.parametrize("words", [("--nope", "--output", "json"), ("--output=json", "--nope")])
+def test_a_mistake_in_the_command_line_is_a_document_under_json(cli: Cli, words: tuple[str, ...]):
+    error = json.loads(cli("status", *words, code=2).stdout)["error"]
+    assert (error["kind"], error["where"], error["hint"]) == ("input", None, "mlpipe status --help")
+    assert "--nope" in error["message"]
 
 
 def test_infrastructure_exits_4(cli: Cli):
