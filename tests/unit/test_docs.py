@@ -14,6 +14,7 @@ import click
 import pytest
 import yaml
 
+import mlpipe
 from mlpipe.cli.app import LazyGroup
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
@@ -100,13 +101,39 @@ def test_files_of_ours_that_are_named_are_there(page: Path) -> None:
     assert [path for path in sorted(named) if not any((folder / path).exists() for folder in folders)] == []
 
 
-def _examples() -> Iterator[Any]:
+def test_names_of_the_code_in_the_map_are_there() -> None:
+    """Fails where a table, a class or a function is renamed that CONTRIBUTING.md sends people to."""
+    inline = _inline((ROOT / "CONTRIBUTING.md").read_text())
+    named = {code.split(".")[-1] for code in inline if re.fullmatch(r"[A-Za-z_.]*[A-Z_][A-Za-z_.]*", code)}
+    code = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    of_tests = (ROOT / "tests/unit/test_architecture.py").read_text() + (ROOT / "Makefile").read_text()
+    known = set(re.findall(r"\w+", code + of_tests))
+    assert len(named) > 40
+    assert sorted(named - known) == []
+
+
+@PAGE
+def test_python_that_is_shown_is_python_and_calls_what_there_is(page: Path) -> None:
+    """Fails where what `mlpipe` exports is renamed."""
+    signatures = page == ROOT / "docs/reference/python.md"
+    for block in (
+        [] if signatures else re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), flags=re.M | re.S)
+    ):
+        compile(dedent(block), str(page), "exec")
+    exported = {*mlpipe.__all__, "plan", "submit", "__init__"}
+    called = {name for code in _inline(page.read_text()) for name in re.findall(r"^mlpipe\.(\w+)\(", code)}
+    assert sorted(called - exported) == []
+
+
+def _examples() -> list[Any]:
     """Each with the pipeline whose keys it has: the first whole one of its page, or `WHOLE`."""
+    examples = []
     for page in (page for page in PAGES if page.name != "extend.md"):  # whose kinds and names are its own
         blocks = re.findall(r"^ *```yaml\n(.*?)^ *```", page.read_text(), flags=re.M | re.S)
         whole = next((text for text in blocks if text.startswith("version: 1") and "stages:" in text), WHOLE)
         for number, text in enumerate(blocks):
-            yield pytest.param(whole, text, id=f"{page.name}-{number}")
+            examples.append(pytest.param(whole, text, id=f"{page.name}-{number}"))
+    return examples
 
 
 def _read(text: str) -> Any:
