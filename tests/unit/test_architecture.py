@@ -226,3 +226,35 @@ def test_every_kind_of_stages_has_its_parts(kind: Kind) -> None:
     parts = {path.stem for path in (SOURCE / "kinds" / kind.name).glob("*.py")} - {"__init__"}
     runs = {"workers": {"worker"}, "driver": {"driver"}, "command": set()}[kind.runs]
     assert parts == {"spec", "plan", "build", "report"} | runs
+
+
+def test_an_import_within_a_function_spares_its_module_something(modules: Modules) -> None:
+    """What the module's own imports load in any case stands at its top, where it is looked for."""
+    by_name = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in modules}
+    at_top = {path: ours(module.body, by_name) for path, module in modules.items()}
+    needless = []
+    for path, module in modules.items():
+        loaded, left = {path}, at_top[path]
+        while left:
+            loaded |= left
+            left = {below for one in left for below in at_top[one]} - loaded
+        for function in ast.walk(module):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                needless += [f"{path}: {one}" for one in ours(function.body, by_name) & loaded]
+    assert needless == []
+
+
+def ours(statements: Iterable[ast.AST], by_name: dict[str, Path]) -> set[Path]:
+    """Modules of ours that are imported where these run, outside of functions."""
+    found: set[Path] = set()
+    for statement in statements:
+        match statement:
+            case ast.ImportFrom(module=str(module), names=names):
+                inside = module.removeprefix("mlpipe.")
+                submodules = {by_name[name] for one in names if (name := f"{inside}.{one.name}") in by_name}
+                found |= submodules or ({by_name[inside]} if inside in by_name else set())
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                pass
+            case _:
+                found |= ours(ast.iter_child_nodes(statement), by_name)
+    return found

@@ -13,6 +13,7 @@ from mlpipe.api.stores import store_of
 from mlpipe.api.watch import Lines
 from mlpipe.store import leases, runs
 from mlpipe.store.open import default_url, open_store
+from mlpipe.store.runs import RunState
 
 if TYPE_CHECKING:
     from mlpipe.api.pipeline import Overrides
@@ -160,7 +161,6 @@ class Run:
         """Stops the run and waits until it has: what it learnt is saved first. Raises SubmitError after
         `timeout` seconds."""
         from mlpipe.api.stopping import stop_run
-        from mlpipe.store.runs import RunState
 
         run = stop_run(self._store, self.id, Lines(quiet=True), timeout_seconds=timeout)
         return run.state if isinstance(run, RunState) else "cancelled"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from mlpipe._core.errors import PlanError, TrainError
 from mlpipe.cli.session import CliSession, shared
 
 if TYPE_CHECKING:
@@ -76,8 +79,6 @@ def _load_during(work: Callable[[], T]) -> tuple[T, Load | None]:
 
 
 def _refuse_foreign(load: Load | None, force: bool) -> None:
-    from mlpipe._core.errors import PlanError
-
     if load is not None and load.is_foreign and not force:
         raise PlanError(
             f"{load}: no figures to plan with",
@@ -124,13 +125,9 @@ def _name(device: str) -> str:
 
 
 def _measure(session: CliSession, ranks: int, threads: int) -> Measured:
-    import json
-    import os
     import subprocess
-    import sys
     import tempfile
 
-    from mlpipe._core.errors import TrainError
     from mlpipe._core.serial import from_plain
     from mlpipe.plan.allocators import glibc
     from mlpipe.plan.measured import Measured
@@ -162,9 +159,7 @@ def _measure(session: CliSession, ranks: int, threads: int) -> Measured:
 
 def _add_run(session: CliSession, calibration: Calibration, run_id: str) -> Calibration:
     from dataclasses import replace
-    from functools import partial
 
-    from mlpipe._core.errors import PlanError
     from mlpipe.observe.predicted import compared
     from mlpipe.plan.feedback import predict_again
     from mlpipe.store.runs import read_run

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from mlpipe._core.errors import PlanError
 from mlpipe.cli.session import CliSession, overrides, shared
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ def command(
     overrides: tuple[str, ...],
 ) -> None:
     """Show what will run and why: strategies compared, memory and time by cause, cost."""
-    from mlpipe._core.errors import PlanError
     from mlpipe._core.serial import to_plain
     from mlpipe.plan.ahead import named, plan_stage
     from mlpipe.spec.load import read_pipeline

@@ -4,6 +4,7 @@ under a digest of all that it depends on, so that a second look costs nothing an
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -79,8 +80,6 @@ def _sources(top: str, search: list[str]) -> list[Path]:
 
 
 def _run(plan: Plan, asked: str) -> Traced:
-    import json
-
     with tempfile.TemporaryDirectory(prefix="mlpipe-trace-") as name:
         given, written = Path(name) / "model.json", Path(name) / "traced.json"
         given.write_text(asked)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mlpipe._core.errors import MlpipeError
 from mlpipe.cli.session import CliSession, shared
 
 if TYPE_CHECKING:
@@ -82,7 +83,6 @@ def command(
 
 def _training_now(store: Store, run: RunState, stage: str | None) -> str | None:
     """The stage whose workers train; None: none does. Raises MlpipeError (input) for several."""
-    from mlpipe._core.errors import MlpipeError
     from mlpipe.plan.plan import Plan
     from mlpipe.plan.work import TrainPlan
 
@@ -101,7 +101,6 @@ def _training_now(store: Store, run: RunState, stage: str | None) -> str | None:
 
 
 def _last(store: Store, run: RunState, stage: str | None) -> StoredProfile:
-    from mlpipe._core.errors import MlpipeError
     from mlpipe.observe.profiles.stored import profiles_of_stage
 
     for name in reversed(run.stages):
@@ -120,7 +119,6 @@ def _profiled(
     session: CliSession, store: Store, of: tuple[str, str], request: ProfileRequest, timeout: int
 ) -> StoredProfile:
     """Waits until all ranks have written what they were asked for. `of`: run and stage."""
-    from mlpipe._core.errors import MlpipeError
     from mlpipe.observe.profiles.stored import read_profile
     from mlpipe.observe.records import Follower
     from mlpipe.store import profiles, runs

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from mlpipe._core.errors import EXIT_CODES, RenderError
+from mlpipe._core.ids import is_name
 from mlpipe.cli.backend_options import BackendChoice
 from mlpipe.cli.session import CliSession, overrides, shared
 from mlpipe.submit import backends
@@ -50,7 +51,6 @@ def command(
     stage. The same input gives the same bytes. What other stages make is not known yet, so it stands there
     as `{{stages.NAME.output}}`. For Jenkins: a Jenkinsfile with one stage for each of the pipeline's; run it
     at the top of the repository."""
-    from mlpipe._core.ids import is_name
     from mlpipe.spec.load import read_pipeline
 
     if check and out is None:

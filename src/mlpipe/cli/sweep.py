@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -170,8 +171,6 @@ def drive(
 
 
 def _with_meta(run: RunState, **more: Any) -> RunState:
-    from dataclasses import replace
-
     return replace(run, meta={**run.meta, **more})
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlpipe._core.errors import EXIT_CODES
+from mlpipe._core.errors import EXIT_CODES, PlanError
 from mlpipe.cli.session import CliSession, overrides, shared
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ def command(
 def _impossible(pipeline: Pipeline) -> list[Problem]:
     """Machines of several classes among which the planner cannot split a training: all that it has to know of
     them is in the file."""
-    from mlpipe._core.errors import PlanError
-
     problems = []
     for stage in pipeline.stages:
         if not stage.groups or stage.resources is None or not stage.resources.gpus_per_node:

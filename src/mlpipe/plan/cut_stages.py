@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlpipe._core.pipelines import stages_per_rank
+from mlpipe._core.units import format_bytes
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import pricer_of, schedule_of
 from mlpipe.plan.choose import Candidate
@@ -67,8 +68,6 @@ def _stages(flops: list[float], begins: list[int]) -> list[float]:
 
 def words_of(cut: Cut) -> list[str]:
     """One line a rank, and the better cut."""
-    from mlpipe._core.units import format_bytes
-
     lines = []
     for one in cut.ranks:
         stages = " and ".join(first if first == last else f"{first} to {last}" for first, last in one.stages)

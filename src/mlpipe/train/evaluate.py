@@ -16,6 +16,7 @@ import torch
 from mlpipe._core.errors import DamagedError, TrainError
 from mlpipe._core.gate import BUILT_IN, METRICS, check, parse_gate
 from mlpipe._core.records import End, Evaluation, Record, Start
+from mlpipe._core.serial import from_plain
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.plan.model import InitPlan
 from mlpipe.plan.plan import Plan
@@ -93,7 +94,6 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
 
 def _read_base(session: Session, part: TrainPlan, model: ParallelizedModel, key: str) -> None:
     """The weights that the adapters of the checkpoint `key` lie beside, by what it says of them."""
-    from mlpipe._core.serial import from_plain
     from mlpipe.train.starting import read
 
     scalars = catalogue.load_manifest(session.store, key)["scalars"]

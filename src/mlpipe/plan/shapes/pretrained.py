@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mlpipe._core.errors import PlanError
+from mlpipe._core.errors import PlanError, StoreError
 from mlpipe._core.files import expand_user
 from mlpipe._core.presets import LlamaConfig, MoeConfig
 
@@ -145,7 +145,6 @@ def _local(folder: str) -> Path:
 def _bytes(folder: str, name: str, hint: str) -> tuple[bytes, str]:
     """Of the file `name` the first `_MAX_BYTES` and one more, and where they are from."""
     if folder.startswith("s3://"):
-        from mlpipe._core.errors import StoreError
         from mlpipe.store.open import open_store
 
         where = f"{folder.rstrip('/')}/{name}"

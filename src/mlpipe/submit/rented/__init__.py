@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mlpipe._core.errors import SubmitError
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.rented.limits import OPTIONS, Limits
+from mlpipe.submit.rented.vendor import connect
 from mlpipe.submit.submission import Availability, Console, Finding, Preview, Submission
 
 if TYPE_CHECKING:
@@ -103,7 +104,6 @@ class RentedBackend(Backend):
 
     def _open(self, store: Store, run: RunState) -> Market:
         from mlpipe.submit.rented.market import Market
-        from mlpipe.submit.rented.vendor import connect
 
         limits = Limits.of_place(self.place)
         return Market(store, run, connect(limits.vendor), limits)
