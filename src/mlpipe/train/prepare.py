@@ -24,6 +24,7 @@ from mlpipe.train.microbatch import Collated, Microbatch, collate
 from mlpipe.train.model import Batch, BuiltModel, build_model
 from mlpipe.train.optim.learning_rate import check_schedule
 from mlpipe.train.optim.make import make_update
+from mlpipe.train.optim.update import Update
 from mlpipe.train.outcome import Outcome
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
@@ -33,6 +34,7 @@ from mlpipe.train.resuming import Position, resume
 from mlpipe.train.schedules.make import make_schedule
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.session import Session
+from mlpipe.train.world import World
 
 if TYPE_CHECKING:
     from mlpipe.train.validation import Validation
@@ -57,11 +59,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     if group is not None:
         plan = replace(plan, activation_checkpointing=group.activation_checkpointing)
     seed_step(plan.seed, 0, 0)
-    if plan.data.chat is not None:
-        from mlpipe.train.chat.tokenised import tokenise_all  # with tokenizers and jinja2
-
-        tokenise_all(plan.data.chat, lambda: session.watchdog.beat("tokenising conversations", progress[0]))
-    dataset = open_dataset(plan.data, split="train", seq_len=plan.model.seq_len)
+    dataset = _dataset(session, plan)
     built = build_model(plan.model, seed=plan.seed, device_type=world.device.type, precision=plan.precision)
     notes = []
     if plan.freeze:
@@ -75,28 +73,18 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     if plan.pipeline is not None and not plan.pipeline.num_blocks:
         from mlpipe.train.parallel.even_stages import with_cut
 
-        asked, pipeline = plan.pipeline, with_cut(plan, built.model, sample)
-        plan = replace(plan, pipeline=pipeline)
-        if pipeline != asked:
+        pipeline = with_cut(plan, built.model, sample)
+        if pipeline != plan.pipeline:
             notes.append(f"by FLOPs, the pipeline's stages begin with {', '.join(pipeline.cut)}")
-    # of an elastic training all that are here are one island
-    whole = session.plan.launch.replicas is not None
-    model = parallelize(built, world, replace(plan, islands=None) if whole else plan)
+        plan = replace(plan, pipeline=pipeline)
+    model = parallelize(built, world, replace(plan, islands=None) if _is_one_island(session) else plan)
     starting = time.perf_counter()
     if plan.init_from is not None:
         from mlpipe.train.starting import start
 
         notes += start(session, plan, model)
     started = time.perf_counter()
-    check_schedule(plan.optimizer, plan.steps)
-    on_host = plan.offload in ("optimizer", "all")
-    update = make_update(plan.optimizer, model.shards, plan.ema, trained, on_host)
-    if plan.islands is not None:
-        from mlpipe.train.optim.islands import local_updates
-
-        update = local_updates(plan.islands, update, model, world, whole=whole)
-    # before the first pass, so that they do not lie among what it leaves in the heap
-    update.state()
+    update = _update(session, plan, model, trained)
     loss_scale = None
     if plan.precision == "fp16":
         from mlpipe.train.loss_scale import LossScale
@@ -104,22 +92,8 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         loss_scale = LossScale(built.module, plan.micro_batch * plan.accumulation * plan.model.seq_len)
     schedule = make_schedule(plan, model, world, lambda: session.watchdog.beat("computing", progress[0] + 1))
 
-    def loader_of(micro_batch: int) -> MicrobatchLoader:
-        size = micro_batch if group is None else group.micro_batch
-        if plan.data.is_uneven:
-            from mlpipe.train.uneven_loader import uneven_loader
-
-            loader: MicrobatchLoader = uneven_loader(plan, dataset, world, size)
-        else:
-            loader = MicrobatchLoader.of(plan, dataset, world, size)
-        if plan.moves_load:
-            # whoever compiles for a size of batches compiles for each
-            loader.unit = 1 if plan.compile == "off" else size
-        loader.speeds = plan.speeds
-        return loader
-
     def first_step(micro_batch: int) -> list[Microbatch]:
-        return loader_of(micro_batch).largest()
+        return loader_of(plan, dataset, world, micro_batch).largest()
 
     if is_due(plan, world.device):
         session.watchdog.beat("probing memory", 0)
@@ -138,14 +112,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     coordination_store = session.coordination_store()
     checkpointer = Checkpointer(
         session.store,
-        SaveSettings(
-            session.plan.stage_key,
-            attempt=session.plan.attempt,
-            restart=session.process.restart,
-            code_digest=session.plan.code_digest,
-            keep=plan.checkpoint.keep,
-            asynchronous=plan.checkpoint.asynchronous,
-        ),
+        _save_settings(session, plan),
         Coordination(coordination_store, world.rank, world.size),
         on_saved=saved,
         while_waiting=lambda: session.watchdog.beat("waiting for a save", progress[0]),
@@ -158,10 +125,9 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         check_files(resumed.scalars, dataset, plan, session.plan.run_id)
         return resumed
 
-    loader = loader_of(plan.micro_batch)
+    loader = loader_of(plan, dataset, world, plan.micro_batch)
     loop_of: Callable[..., Loop] = Loop
-    launch = session.plan.launch
-    if launch.replicas is not None:
+    if session.plan.launch.replicas is not None:
         _refuse_stream(dataset, "nodes that come and go", "write one number in resources.nodes")
         from mlpipe.train.replicas.elastic_loop import enter
 
@@ -169,21 +135,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         session.stop.begun.set()  # what it has may be nowhere else
     elif plan.resume or session.process.restart:
         position = restore()
-    if plan.groups:
-        _refuse_stream(dataset, "machines that differ", "write one mapping in resources")
-    if plan.moves_load and world.size > 1:
-        _refuse_stream(dataset, "workers by their speed", "remove stragglers")
-        from mlpipe.train.stragglers import MovingLoop
-
-        loop_of = MovingLoop
-    elif loop_of is Loop and launch.preflight is not None and launch.num_nodes > 1:
-        from mlpipe.train.stragglers import WatchingLoop
-
-        loop_of = WatchingLoop
-    if plan.islands is not None and plan.islands.staleness:
-        from mlpipe.train.stale_loop import StaleLoop
-
-        loop_of = StaleLoop
+    loop_of = _loop_of(session, plan, dataset, loop_of)
     sums = None
     if loop_of is Loop and world.size == session.process.local_world_size > 1:
         from mlpipe.train.node_sums import NodeSums
@@ -227,6 +179,14 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     )
 
 
+def _dataset(session: Session, plan: TrainPlan) -> Any:
+    if plan.data.chat is not None:
+        from mlpipe.train.chat.tokenised import tokenise_all  # with tokenizers and jinja2
+
+        tokenise_all(plan.data.chat, lambda: session.watchdog.beat("tokenising conversations", 0))
+    return open_dataset(plan.data, split="train", seq_len=plan.model.seq_len)
+
+
 def _trained(built: BuiltModel) -> dict[str, bool]:
     """As a pipeline's ranks know no more when each has kept its stages: names as checkpoints have them."""
     inside = {id(parameter) for block in built.blocks for parameter in block.parameters()}
@@ -235,6 +195,79 @@ def _trained(built: BuiltModel) -> dict[str, bool]:
         for name, parameter in built.module.named_parameters()
         if parameter.requires_grad
     }
+
+
+def _update(
+    session: Session, plan: TrainPlan, model: ParallelizedModel, trained: dict[str, bool] | None
+) -> Update:
+    check_schedule(plan.optimizer, plan.steps)
+    on_host = plan.offload in ("optimizer", "all")
+    update = make_update(plan.optimizer, model.shards, plan.ema, trained, on_host)
+    if plan.islands is not None:
+        from mlpipe.train.optim.islands import local_updates
+
+        update = local_updates(plan.islands, update, model, session.world, whole=_is_one_island(session))
+    # before the first pass, so that they do not lie among what it leaves in the heap
+    update.state()
+    return update
+
+
+def _is_one_island(session: Session) -> bool:
+    """Of an elastic training all that are here are one."""
+    return session.plan.launch.replicas is not None
+
+
+def loader_of(plan: TrainPlan, dataset: Any, world: World, micro_batch: int) -> MicrobatchLoader:
+    """Of this rank's microbatches. `micro_batch`: their samples, but for groups of machines, each of which
+    has a size of its own."""
+    group = plan.group_of(world.data_rank)
+    size = micro_batch if group is None else group.micro_batch
+    if plan.data.is_uneven:
+        from mlpipe.train.uneven_loader import uneven_loader
+
+        loader: MicrobatchLoader = uneven_loader(plan, dataset, world, size)
+    else:
+        loader = MicrobatchLoader.of(plan, dataset, world, size)
+    if plan.moves_load:
+        # whoever compiles for a size of batches compiles for each
+        loader.unit = 1 if plan.compile == "off" else size
+    loader.speeds = plan.speeds
+    return loader
+
+
+def _save_settings(session: Session, plan: TrainPlan) -> SaveSettings:
+    return SaveSettings(
+        session.plan.stage_key,
+        attempt=session.plan.attempt,
+        restart=session.process.restart,
+        code_digest=session.plan.code_digest,
+        keep=plan.checkpoint.keep,
+        asynchronous=plan.checkpoint.asynchronous,
+    )
+
+
+def _loop_of(
+    session: Session, plan: TrainPlan, dataset: Any, entered: Callable[..., Loop]
+) -> Callable[..., Loop]:
+    """The loop that the plan asks for, instead of `entered`. Raises TrainError (input) for data that
+    cannot be dealt as it needs them."""
+    launch = session.plan.launch
+    if plan.groups:
+        _refuse_stream(dataset, "machines that differ", "write one mapping in resources")
+    if plan.moves_load and session.world.size > 1:
+        _refuse_stream(dataset, "workers by their speed", "remove stragglers")
+        from mlpipe.train.stragglers import MovingLoop
+
+        entered = MovingLoop
+    elif entered is Loop and launch.preflight is not None and launch.num_nodes > 1:
+        from mlpipe.train.stragglers import WatchingLoop
+
+        entered = WatchingLoop
+    if plan.islands is not None and plan.islands.staleness:
+        from mlpipe.train.stale_loop import StaleLoop
+
+        return StaleLoop
+    return entered
 
 
 def _validation(session: Session, plan: TrainPlan, model: ParallelizedModel) -> Validation | None:
