@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import measure, ranks
-from mlpipe.plan.dealing import Work, best_of_equal, cost_of_step, deal_freely, work_of
+from mlpipe.plan.dealing import Mode, Work, cost_of_step, deal, deal_freely, work_of
 from mlpipe.plan.settings import Communication
 
 Works = list[Work]  # of each step
@@ -79,7 +79,7 @@ def cost(length: int) -> float:
 
 
 def mixed(name: str, num_samples: int, num_ranks: int, num_steps: int) -> tuple[Works, Works, list[int]]:
-    """With equally many rows, and freely; and the lengths."""
+    """With equally many rows, in the way that takes least time, and freely; and the lengths."""
     length, capacity = MIXES[name]
     draw = random.Random(7)
     equal, free, seen = [], [], []
@@ -87,11 +87,10 @@ def mixed(name: str, num_samples: int, num_ranks: int, num_steps: int) -> tuple[
         lengths = [length(draw) for _ in range(num_samples * num_ranks)]
         costs = [cost(one) for one in lengths]
         seen += lengths
-        for works, dealt in (
-            (equal, best_of_equal(lengths, costs, num_ranks, capacity)),
-            (free, deal_freely(lengths, costs, num_ranks, capacity, "balanced")),
-        ):
-            works.append(work_of(dealt, costs))
+        modes: tuple[Mode, ...] = ("best_fit", "balanced")
+        ways = [work_of(deal(lengths, costs, num_ranks, capacity, mode), costs) for mode in modes]
+        equal.append(min(ways, key=lambda work: cost_of_step(work, "collective")))
+        free.append(work_of(deal_freely(lengths, costs, num_ranks, capacity, "balanced"), costs))
     return equal, free, seen
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlpipe._core.quantized import BASES, BLOCK, NF4, STEPS, Base, row_bytes
+from mlpipe._core.quantized import BLOCK, NF4, STEPS, Base, row_bytes
 from mlpipe.plan.model import AdapterPlan
 from mlpipe.train.export_merged import in_few_bits
 from mlpipe.train.models import quantized_linear
@@ -36,7 +36,7 @@ def test_nf4_has_the_quantiles_of_a_normal_distribution():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    base=st.sampled_from(BASES),
+    base=st.sampled_from(list(LEVELS)),
     rows=st.integers(1, 5),
     columns=st.integers(1, 3 * BLOCK),
     exponent=st.integers(-20, 20),
@@ -85,7 +85,7 @@ def test_the_table_of_nf4_is_made_once_and_not_by_a_trace(monkeypatch):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", LEVELS)
 def test_gradients_are_those_beside_the_weights_that_the_codes_say(base, dora):
     """Of layers with biases; for the backward pass the codes are kept, no weights."""
     made: list[list[torch.Tensor]] = []

@@ -11,10 +11,9 @@ bytes takes 0.25 bit a weight, where its fp32 scales take 0.5 and those that are
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 Base = Literal["int8", "nf4"]
-BASES: tuple[Base, ...] = get_args(Base)
 BLOCK = 64
 SCALE_BYTES = 2
 STEPS = 127  # of int8 from 0 to the scale

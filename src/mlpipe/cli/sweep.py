@@ -114,8 +114,11 @@ def claim(session: CliSession, store: Store, backend: Backend, submission: Submi
 
 def create(session: CliSession, store: Store, backend: Backend, submission: Submission) -> str:
     """The id of a new sweep, and a word about what will run."""
+    from mlpipe.spec.trials import num_trials
+    from mlpipe.store.sweeps import short_names
     from mlpipe.submit.delegate import Delegate
-    from mlpipe.submit.sweeps.create import create, sweep_of
+    from mlpipe.submit.sweeps.create import create as create_sweep
+    from mlpipe.submit.sweeps.create import sweep_of
 
     sweep = sweep_of(submission)
     if isinstance(backend, Delegate):
@@ -123,9 +126,7 @@ def create(session: CliSession, store: Store, backend: Backend, submission: Subm
             f"a sweep is not handed to {backend.name}: have a build do it (mlpipe render {submission.spec} "
             f"--for {backend.name}), or name the backend of its trials"
         )
-    sweep_id = create(store, backend, submission, session)
-    from mlpipe.spec.trials import num_trials
-    from mlpipe.store.sweeps import short_names
+    sweep_id = create_sweep(store, backend, submission, session)
 
     over = ", ".join(short_names(list(sweep.over)).values())
     number = num_trials(sweep)

@@ -105,15 +105,6 @@ def idle_ratio(steps: Iterable[Work], communication: Communication, device: Devi
     return 1 - busy / taken if taken else 0.0
 
 
-def best_of_equal(
-    lengths: Sequence[int], costs: Sequence[float], num_ranks: int, capacity: int
-) -> list[list[Row]]:
-    """The way to deal equally many rows that takes least time."""
-    modes: tuple[Mode, ...] = ("best_fit", "balanced")
-    ways = [deal(lengths, costs, num_ranks, capacity, mode) for mode in modes]
-    return min(ways, key=lambda dealt: cost_of_step(work_of(dealt, costs), "collective"))
-
-
 def deal_freely(
     lengths: Sequence[int],
     costs: Sequence[float],

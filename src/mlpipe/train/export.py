@@ -169,12 +169,6 @@ def _averages(manifest: Manifest, weights: dict[str, Tensor], key: str) -> dict[
     return averages
 
 
-def is_for_transformers(manifest: Manifest) -> bool:
-    """Whether the export of this checkpoint is what `AutoModelForCausalLM.from_pretrained` loads."""
-    model = manifest["scalars"].get("model")
-    return "adapter" not in manifest["scalars"] and _is_known(model)
-
-
 def _is_known(model: Any) -> bool:
     """Whether `transformers` has this model of mlpipe's own as well."""
     if not isinstance(model, dict):

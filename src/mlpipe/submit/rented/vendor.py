@@ -1,7 +1,7 @@
 """What a vendor of machines must be able to do: the seam of `--to rented`.
 
 The next vendor is one module like `vast.py` and a line in `VENDORS`. Who rents, watches and returns
-(`renting.py`, `handle.py`) knows no vendor.
+(`market.py`, `rentals.py`, `handle.py`) knows no vendor.
 """
 
 from __future__ import annotations
