@@ -129,14 +129,7 @@ def command(
         return _hand_over(session, store, backend, submission, wait)
     if phase is None:
         return _start(session, store, backend, submission, wait)
-    from mlpipe.plan.phases import stages_of
-
-    names = stages_of(pipeline, phase)
-    session.note(f"{phase}: {', '.join(names) or 'the pipeline has no such stage'}")
-    for name in names:
-        if code := _start(session, store, backend, replace(submission, stage=name), wait):
-            return code
-    return 0
+    return _start_phase(session, store, backend, submission, phase)
 
 
 def _submit_sweep(session: CliSession, backend: Backend, submission: Submission) -> int:
@@ -176,6 +169,20 @@ def _start(session: CliSession, store: Store, backend: Backend, submission: Subm
         return EXIT_CODES["interrupted"]
     session.result({"run_id": run_id, "store": store.url}, run_id)
     session.note(f"follow it with `mlpipe logs -f {run_id}`, stop it with `mlpipe cancel {run_id}`")
+    return 0
+
+
+def _start_phase(
+    session: CliSession, store: Store, backend: Backend, submission: Submission, phase: Phase
+) -> int:
+    """Its stages in turn, each awaited, up to the first that does not end well."""
+    from mlpipe.plan.phases import stages_of
+
+    names = stages_of(submission.pipeline, phase)
+    session.note(f"{phase}: {', '.join(names) or 'the pipeline has no such stage'}")
+    for name in names:
+        if code := _start(session, store, backend, replace(submission, stage=name), wait=True):
+            return code
     return 0
 
 

@@ -11,7 +11,7 @@ import base64
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import PurePosixPath
 from typing import get_args
@@ -98,33 +98,23 @@ def jenkinsfile(
     """`backends`: where a build may have it run, first where it does unless told otherwise. `spec`: its path
     in the repository, from the top, which is where a build runs. `store`: as the user wrote it; a relative
     folder lies in the build's workspace. Raises RenderError."""
-    path = PurePosixPath(spec)
-    if path.is_absolute() or ".." in path.parts:
-        raise RenderError(
-            "a build reads the pipeline file from its checkout, by a path from the top of the repository",
-            where=spec,
-            hint="run mlpipe render at the top, with a relative path",
-        )
-    for one in pipeline.stages:
-        if one.resources is not None and one.resources.replicas is not None:
-            raise RenderError(
-                "a build runs no elastic training",
-                where=f"stage {one.name!r}",
-                hint=f"use `mlpipe submit`, or write one number of nodes: {one.resources.replicas[1]}",
-            )
+    _refuse(pipeline, spec)
     levels = _levels(pipeline)
-    sweep, looped = pipeline.sweep, len(pipeline.stages) > MAX_STAGES
-    stages = _loop(pipeline) if looped else _stages(levels)
-    if sweep is not None:
-        stages = _sweep(pipeline, sweep)
-    data = _data(pipeline, spec, overrides, store)
-    files = ["sh 'rm -rf .mlpipe'", f"writeFile file: '.mlpipe/data', {_text(data)}"]
-    if sweep is not None:
-        files.append(f"writeFile file: '.mlpipe/trials', text: {_block(_trials(sweep))}")
-    elif looped:
+    if (sweep := pipeline.sweep) is not None:
+        stages: Iterable[str] = _sweep(pipeline, sweep)
+        lists = [f"writeFile file: '.mlpipe/trials', text: {_block(_trials(sweep))}"]
+    elif len(pipeline.stages) > MAX_STAGES:
+        stages = _loop(pipeline)
         names = "\n".join("".join(f"{stage.name}\n" for stage in level) for level in levels)
-        files.append(f"writeFile file: '.mlpipe/stages', text: {_block(names)}")
-    files.append(f"writeFile file: '.mlpipe/arguments', text: {_block(_ARGUMENTS)}")
+        lists = [f"writeFile file: '.mlpipe/stages', text: {_block(names)}"]
+    else:
+        stages, lists = _stages(levels), []
+    files = [
+        "sh 'rm -rf .mlpipe'",
+        f"writeFile file: '.mlpipe/data', {_text(_data(pipeline, spec, overrides, store))}",
+        *lists,
+        f"writeFile file: '.mlpipe/arguments', text: {_block(_ARGUMENTS)}",
+    ]
     return HEAD + "\n".join(
         [
             "pipeline {",
@@ -181,6 +171,23 @@ def jenkinsfile(
             "}\n",
         ]
     )
+
+
+def _refuse(pipeline: Pipeline, spec: str) -> None:
+    path = PurePosixPath(spec)
+    if path.is_absolute() or ".." in path.parts:
+        raise RenderError(
+            "a build reads the pipeline file from its checkout, by a path from the top of the repository",
+            where=spec,
+            hint="run mlpipe render at the top, with a relative path",
+        )
+    for one in pipeline.stages:
+        if one.resources is not None and one.resources.replicas is not None:
+            raise RenderError(
+                "a build runs no elastic training",
+                where=f"stage {one.name!r}",
+                hint=f"use `mlpipe submit`, or write one number of nodes: {one.resources.replicas[1]}",
+            )
 
 
 def _levels(pipeline: Pipeline) -> list[list[Stage]]:
