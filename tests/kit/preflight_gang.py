@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from kit import plans
 
-from mlpipe._core import load
+from mlpipe._core import cpu_load
 from mlpipe.plan.plan import Plan, PreflightPlan
 from mlpipe.plan.process import main_of_stage
 from mlpipe.train.preflight import __main__ as preflight
@@ -107,7 +107,7 @@ def _fork(folder: Path, plan: Plan, index: int, endpoint: str, cgroup: Path) -> 
             now = time.time
             time.time = lambda: now() + 3600.0
         # each is a machine of its own here: what its neighbours take of the CPUs is nobody else's
-        pytest.MonkeyPatch().setattr(load.Clock, "read", lambda: None)
+        pytest.MonkeyPatch().setattr(cpu_load.Clock, "read", lambda: None)
         argv = ["--plan", str(folder / f"plan-{index}.json"), "--scratch", str(scratch)]
         code = main_of_stage("preflight", None, argv, preflight._run)
         sys.stdout.flush()

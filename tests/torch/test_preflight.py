@@ -25,8 +25,8 @@ from kit.nvml import UUID, FakeNvml
 from kit.servers import free_port
 from kit.warm import Popen, of_plan
 
+from mlpipe._core.cpu_load import Clock
 from mlpipe._core.errors import NODE_FAULT_CODE, TrainError
-from mlpipe._core.load import Clock
 from mlpipe.plan.mesh import Mesh, PipelinePlan
 from mlpipe.plan.plan import PreflightPlan
 from mlpipe.store.folder import FolderStore

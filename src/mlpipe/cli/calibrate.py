@@ -17,7 +17,7 @@ from mlpipe._core.errors import PlanError, TrainError
 from mlpipe.cli.session import CliSession, shared
 
 if TYPE_CHECKING:
-    from mlpipe._core.load import Load
+    from mlpipe._core.cpu_load import Load
     from mlpipe.plan.calibration import Calibration
     from mlpipe.plan.measured import Measured
 
@@ -69,7 +69,7 @@ def command(session: CliSession, out: str, ranks: int | None, from_run: str | No
 
 def _load_during(work: Callable[[], T]) -> tuple[T, Load | None]:
     """What `work` gives, and what others did meanwhile; None where the machine does not say."""
-    from mlpipe._core.load import Clock
+    from mlpipe._core.cpu_load import Clock
 
     before, own = Clock.read(), sum(os.times()[:4])
     result = work()

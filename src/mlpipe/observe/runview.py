@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Any, TypeVar
 
+from mlpipe._core.cpu_load import Load
 from mlpipe._core.errors import StoreError
-from mlpipe._core.load import Load
 from mlpipe._core.record_lines import NOT_STARTED, read_fields
 from mlpipe._core.records import Evaluation, Fallback, Launched, Record, Start, Submitted
 from mlpipe._core.serial import read_json

@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from mlpipe._core.cpu_load import Load
 from mlpipe._core.errors import PlanError
 from mlpipe._core.files import read_file, write_whole
-from mlpipe._core.load import Load
 from mlpipe._core.serial import from_json, leaves, to_json, to_plain
 from mlpipe.plan.measured import Measured
 from mlpipe.plan.speed import Speed

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from mlpipe._core.load import Clock
+from mlpipe._core.cpu_load import Clock
 from mlpipe._core.record_lines import decode_line, encode
 from mlpipe._core.records import Record, Step
 from mlpipe.observe.metrics import RankMetrics

@@ -13,7 +13,7 @@ import pytest
 from kit.command_runs import Cli
 from kit.synthetic_run import Life, stage_state, write_run, write_train_stage
 
-from mlpipe._core.load import Clock, Load
+from mlpipe._core.cpu_load import Clock, Load
 from mlpipe._core.record_lines import NOT_STARTED, parse
 from mlpipe.observe.progress import live_line, summarize
 from mlpipe.observe.records import read_records

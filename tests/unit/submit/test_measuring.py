@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from kit.synthetic_run import Life, stage_state, write_run, write_train_stage
 
-from mlpipe._core.load import Load
+from mlpipe._core.cpu_load import Load
 from mlpipe.observe.predicted import measured
 from mlpipe.observe.runview import view_run
 from mlpipe.plan import machine

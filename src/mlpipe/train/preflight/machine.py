@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
+from mlpipe._core.cpu_load import Clock
 from mlpipe._core.cpus import num_cpus
 from mlpipe._core.errors import StoreError
-from mlpipe._core.load import Clock
 from mlpipe._core.units import format_bytes
 from mlpipe.observe.gpu import find_gpu
 from mlpipe.plan.plan import Plan, PreflightPlan
