@@ -209,15 +209,17 @@ def test_what_prometheus_is_told_fits_the_crds_of_its_operator(kind, plural):
     assert not validator.is_valid({**found, "nonsense": 1})
 
 
-def test_node_events_are_those_of_the_overlay():
-    chart = _by_name(_template("--set", "nodeEvents.enabled=true"))
-    for one in _by_name(_kustomized("overlays/node-events")).values():
+@pytest.mark.parametrize(("flag", "overlay"), [("nodeEvents", "node-events"), ("capacity", "capacity")])
+def test_cluster_wide_rights_are_those_of_the_overlay(flag, overlay):
+    chart = _by_name(_template("--set", f"{flag}.enabled=true"))
+    for one in _by_name(_kustomized(f"overlays/{overlay}")).values():
         assert chart[one["kind"], one["metadata"]["name"]] == one
 
 
 def test_two_namespaces_share_no_cluster_wide_name():
     def cluster_wide(*options: str) -> set[tuple[str, str]]:
-        flags = "nodeEvents.enabled=true,guardrails.enabled=true,guardrails.images={r.example.com/team}"
+        switches = ",".join(f"{key}.enabled=true" for key in ("nodeEvents", "capacity", "guardrails"))
+        flags = f"{switches},guardrails.images={{r.example.com/team}}"
         text = _template("--set", flags, *options)
         return {name for name, one in _by_name(text).items() if "namespace" not in one["metadata"]}
 

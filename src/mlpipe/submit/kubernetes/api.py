@@ -39,8 +39,6 @@ _KINDS = {
     "Service": ("/api/v1", "services"),
     "Pod": ("/api/v1", "pods"),
     "Event": ("/api/v1", "events"),
-    "PersistentVolumeClaim": ("/api/v1", "persistentvolumeclaims"),
-    "ResourceQuota": ("/api/v1", "resourcequotas"),
     "Job": ("/apis/batch/v1", "jobs"),
     "JobSet": ("/apis/jobset.x-k8s.io/v1alpha2", "jobsets"),
     "ResourceClaimTemplate": ("/apis/resource.k8s.io/v1", "resourceclaimtemplates"),
