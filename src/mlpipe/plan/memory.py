@@ -5,6 +5,7 @@ The trainer keeps fp32 weights, gradients and optimizer states whatever the prec
 fp16 the matmuls see copies of the weights in it, which are counted as buffers. Standard library only.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from mlpipe.plan import allocators
@@ -53,9 +54,9 @@ class MemoryEstimate(NamedTuple):
         return self._replace(slack=self.slack + int((ratio - 1) * self.total)) if ratio != 1 else self
 
 
-def rank_tensors(work: RankWork) -> RankTensors:
-    """What a rank holds."""
-    tensors = _whole(work)
+def rank_tensors(work: RankWork, alone: RankTensors | None = None) -> RankTensors:
+    """What a rank holds. `alone`: what `whole` says, of whoever asks for many layouts."""
+    tensors = alone or whole(work)
     for axis in active(work.layout.mesh):
         tensors = axis.divide(tensors, work)
     kept = work.exchange_bytes
@@ -65,20 +66,17 @@ def rank_tensors(work: RankWork) -> RankTensors:
     return tensors._replace(buffers=tensors.buffers + kept, moments=moments)
 
 
-def _whole(work: RankWork) -> RankTensors:
-    """Of a rank that is alone. Gradients that are neither accumulated nor of a replica's buckets come to life
-    in the backward pass, as the activations die, all but the last that is rebuilt."""
+def whole(work: RankWork) -> RankTensors:
+    """Of a rank that is alone, whatever the layout. Gradients that are not accumulated come to life in the
+    backward pass, as the activations die, all but the last that is rebuilt."""
     parameters, activations = work.parameters, work.activations
     width = COMPUTE_BYTES[work.step.precision]
     copies = parameters.cast(1, width) if width < WEIGHT_BYTES else ()
     gradients = parameters.trained.sharded(1, GRADIENT_BYTES)
-    held, rebuilt, gradient_bytes = work.held_bytes, work.rebuilt_bytes, total(gradients)
+    held, rebuilt = work.held_bytes, work.rebuilt_bytes
     forward, backward, buffers = _copied(work, total(copies))
-    moments = [forward, Moment(buffers + held), Moment(backward + gradient_bytes + rebuilt)]
-    layout = work.layout
-    if work.step.accumulation > 1 or (layout.num_replicas > 1 and layout.mesh.dp_shard == 1):
-        moments = [one._replace(alive=one.alive + gradient_bytes) for one in moments[:2]]
-    return RankTensors(
+    moments = (forward, Moment(buffers + held), Moment(backward + total(gradients) + rebuilt))
+    tensors = RankTensors(
         parameters=parameters.held(1, WEIGHT_BYTES),
         gradients=gradients,
         unsent=(),
@@ -89,8 +87,9 @@ def _whole(work: RankWork) -> RankTensors:
         activation_bytes=held - activations.logit_bytes,
         logit_bytes=activations.logit_bytes,
         buffers=buffers,
-        moments=tuple(moments),
+        moments=moments,
     )
+    return tensors.keeping_gradients() if work.step.accumulation > 1 else tensors
 
 
 def _copied(work: RankWork, in_all: int) -> tuple[Moment, int, int]:
@@ -112,9 +111,10 @@ def _copied(work: RankWork, in_all: int) -> tuple[Moment, int, int]:
     return Moment(cast + total(activations.saved) + loss_bytes), block, max(outside, block)
 
 
-def estimate(work: RankWork, device: str) -> MemoryEstimate:
-    """Bytes that a rank's process needs, and why."""
-    reserved = allocators.reserve(rank_tensors(work), device, work.layout.mesh, work.step.checkpointing)
+def estimate(work: RankWork, device: str, alone: RankTensors | None = None) -> MemoryEstimate:
+    """Bytes that a rank's process needs, and why. `alone`: as of `rank_tensors`."""
+    held = rank_tensors(work, alone)
+    reserved = allocators.reserve(held, device, work.layout.mesh, work.step.checkpointing)
     tensors = reserved.tensors
     causes = {
         "parameters": total(tensors.parameters),
@@ -129,6 +129,7 @@ def estimate(work: RankWork, device: str) -> MemoryEstimate:
     return MemoryEstimate(**causes, context=reserved.context, slack=reserved.slack, reused=max(0, reused))
 
 
+@lru_cache(maxsize=64)  # the same for all candidates
 def saved_bytes(parameters: ParameterCounts, optimizer: OptimizerCost, num_ranks: int) -> int:
     """Of a checkpoint, what each of all ranks writes under any layout: weights and states are written once,
     and ranks that hold replicas of the same share the writing (`train/checkpoint.py`)."""

@@ -24,7 +24,7 @@ from mlpipe.plan.settings import Communication, ContextExchange, Offload, Strate
 from mlpipe.plan.shapes.shape import ModelShape, ParameterCounts, Part, StepShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER
-from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, total
+from mlpipe.plan.tensors import GRADIENT_BYTES, WEIGHT_BYTES, RankTensors, total
 from mlpipe.plan.time import (
     StepSeconds,
     gradient_seconds,
@@ -112,9 +112,10 @@ def of_islands(local: IslandsPlan, trained: ParameterCounts) -> Exchanged:
 
 class Rank(NamedTuple):
     """One of the ranks in a step, before data parallelism divides its states: `work` has the layout of a rank
-    that is alone."""
+    that is alone, and `alone` is what that holds."""
 
     work: RankWork
+    alone: RankTensors
     passes: Passes
 
 
@@ -162,10 +163,11 @@ class Pricer:
         step, hardware, training = slowest.work.step, self.hardware, self.training
         layout = layout._replace(exchanged=self._exchanged(slowest.work.parameters, layout))
         needs = self._fullest(ranks, layout)
-        often = choices.communication != "resident"
-        if often and needs.total > hardware.memory_bytes and step.accumulation > 1 and mesh.dp_shard > 1:
+        available, often = hardware.memory_bytes, choices.communication != "resident"
+        if often and needs.total > available and step.accumulation > 1 and mesh.dp_shard > 1:
             layout = layout._replace(reduce_gradients="every")  # more to send, less to keep
             needs = self._fullest(ranks, layout)
+        needed = needs.total
         seconds = self._seconds(layout, slowest.work, self._packed(mesh, choices, slowest.passes))
         num_tokens = self.num_tokens
         rate = num_tokens / seconds.total
@@ -182,8 +184,8 @@ class Pricer:
             precision=step.precision,
             asked=asked,
             memory=needs,
-            fits=needs.total <= hardware.memory_bytes,
-            reason=f"needs {format_bytes(needs.total)} of {format_bytes(hardware.memory_bytes)}",
+            fits=needed <= available,
+            reason=f"needs {format_bytes(needed)} of {format_bytes(available)}",
             seconds=seconds,
             tokens_per_second=rate,
             mfu_ratio=mfu_ratio(self._flops_per_token, rate, peak),
@@ -193,7 +195,7 @@ class Pricer:
             reduce_gradients=layout.reduce_gradients,
             communication=choices.communication,
             context_exchange=layout.context_exchange,
-            used_ratio=needs.total / hardware.memory_bytes,
+            used_ratio=needed / available,
             host_bytes=slowest.work.activations.offloaded_bytes + self._host_bytes(layout, slowest.work),
         )
 
@@ -299,7 +301,7 @@ class Pricer:
                 kv_bytes=step_passes.kv_bytes,
                 expert_params=step_passes.expert_params,
             )
-            known = self._ranks[key] = Rank(work, step_passes)
+            known = self._ranks[key] = Rank(work, memory.whole(work), step_passes)
         return known
 
     def _passes_of(self, choices: Choices, mesh: Mesh, part: Part) -> tuple[StepShape, Passes]:
@@ -365,7 +367,9 @@ class Pricer:
 
     def _needs(self, ranks: list[Rank], layout: Layout) -> list[MemoryEstimate]:
         hardware = self.hardware
-        estimates = (memory.estimate(rank.work._replace(layout=layout), hardware.device) for rank in ranks)
+        estimates = (
+            memory.estimate(rank.work._replace(layout=layout), hardware.device, rank.alone) for rank in ranks
+        )
         return [one.scaled(hardware.speed.memory_ratio) for one in estimates]
 
     def _validation_seconds(self, mesh: Mesh, step: StepShape, step_passes: Passes) -> float:

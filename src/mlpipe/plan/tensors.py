@@ -64,6 +64,12 @@ class RankTensors(NamedTuple):
     buffers: int
     moments: tuple[Moment, ...]
 
+    def keeping_gradients(self) -> "RankTensors":
+        """Whose gradients live from the first step on, and do not come to life as the activations die: of the
+        moments of a rank that is alone then the last one is not the fullest."""
+        moments = (one._replace(alive=one.alive + total(self.gradients)) for one in self.moments[:2])
+        return self._replace(moments=tuple(moments))
+
     @property
     def peak(self) -> int:
         """Bytes at the fullest moment."""

@@ -20,6 +20,8 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     more = work.exchange_bytes if work.layout.exchanged_here is not None else 0
     if work.layout.mesh.dp_shard > 1:  # FSDP reduces over the replicas what it has scattered, in place
         return tensors._replace(buffers=tensors.buffers + more)
+    if work.step.accumulation == 1:  # else they do already
+        tensors = tensors.keeping_gradients()
     optimizer, updating = tensors.optimizer, []
     if work.layout.shard_optimizer:
         num_ranks = work.layout.num_updating_ranks

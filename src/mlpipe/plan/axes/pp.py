@@ -4,6 +4,8 @@ comes, and when the last one is gone, it is idle."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from mlpipe.plan.axes import by_name
 from mlpipe.plan.axes.axis import Layout, Passes, RankWork
 from mlpipe.plan.pipelining import Held, bubble_passes, held, num_transfers
@@ -17,8 +19,7 @@ def divide(tensors: RankTensors, work: RankWork) -> RankTensors:
     its logits, and autocast's copies of the weights; of one whose weights' gradients are put off what these
     need. Gradients of replicas are averaged when all passes are done, through one bucket."""
     layout = work.layout
-    at_all = ((_bytes_at(one, tensors, work), one) for one in _held(work))
-    most, fullest = max(at_all, key=lambda one: one[0])
+    most, fullest = max(_bytes_at(_held(work), tensors, work), key=lambda one: one[0])
     more = int(most) - work.held_bytes
     share = sum(fullest.kept) / len(fullest.kept)
     put_off = fullest.put_off * work.activations.put_off_bytes
@@ -46,25 +47,27 @@ def _held(work: RankWork) -> tuple[Held, ...]:
     return held(layout.schedule, rank, layout.mesh.pp, work.step.accumulation)
 
 
-def _bytes_at(one: Held, tensors: RankTensors, work: RankWork) -> float:
-    """Activations, logits, and copies of the weights but the first."""
+def _bytes_at(passes: Iterable[Held], tensors: RankTensors, work: RankWork) -> Iterator[tuple[float, Held]]:
+    """Of each: activations, logits, and copies of the weights but the first."""
     activations, part, width = work.activations, work.step.part, COMPUTE_BYTES[work.step.precision]
-    num_stages, last = len(one.kept), one.kept[-1] if part.is_last else 0
     in_blocks, outside = (width * number for number in _cast_params(work))
-    num_bytes = sum(one.kept) / num_stages * (total(tensors.saved) + in_blocks) - in_blocks
-    num_bytes += last * activations.kept_logit_bytes + max(0, last - 1) * outside
-    num_bytes += one.put_off * activations.put_off_bytes
-    through_head = part.is_last and one.own == num_stages - 1
-    if one.kind == "F":
-        return num_bytes + through_head * (activations.logit_bytes - activations.kept_logit_bytes)
-    if one.kind == "W":
-        return num_bytes
-    # when a block's backward pass is under way, the gradient of the logits is gone
-    through_blocks = num_bytes - through_head * activations.kept_logit_bytes
-    if one.kind == "I" and activations.rebuilt:  # the other blocks left behind more than was kept of them
-        others = activations.put_off_bytes * (1 - 1 / max(1, work.parameters.num_blocks))
-        through_blocks += max(0, others - total(tensors.saved))
-    return max(num_bytes, through_blocks + work.rebuilt_bytes)
+    saved, rebuilt = total(tensors.saved), work.rebuilt_bytes
+    for one in passes:
+        num_stages, last = len(one.kept), one.kept[-1] if part.is_last else 0
+        num_bytes = sum(one.kept) / num_stages * (saved + in_blocks) - in_blocks
+        num_bytes += last * activations.kept_logit_bytes + max(0, last - 1) * outside
+        num_bytes += one.put_off * activations.put_off_bytes
+        through_head = part.is_last and one.own == num_stages - 1
+        if one.kind == "F":
+            num_bytes += through_head * (activations.logit_bytes - activations.kept_logit_bytes)
+        elif one.kind != "W":
+            # when a block's backward pass is under way, the gradient of the logits is gone
+            through_blocks = num_bytes - through_head * activations.kept_logit_bytes
+            if one.kind == "I" and activations.rebuilt:  # other blocks left more behind than was kept of them
+                others = activations.put_off_bytes * (1 - 1 / max(1, work.parameters.num_blocks))
+                through_blocks += max(0, others - saved)
+            num_bytes = max(num_bytes, through_blocks + rebuilt)
+        yield num_bytes, one
 
 
 def _cast_params(work: RankWork) -> tuple[int, int]:

@@ -61,7 +61,7 @@ class ParameterCounts(NamedTuple):
     def share(self, num_ranks: int) -> int:
         """Parameters of the first rank, which has the most: each tensor is cut into equal whole rows, as
         torch.chunk does, and FSDP2 and a sharded optimizer with it."""
-        return total(self.sharded(num_ranks, 1))
+        return _share(self.tensors, num_ranks)
 
     def sharded(self, num_ranks: int, width_bytes: int) -> Group:
         """The tensors of this share, of `width_bytes` a parameter."""
@@ -69,6 +69,8 @@ class ParameterCounts(NamedTuple):
 
     def held(self, num_ranks: int, width_bytes: int) -> Group:
         """As `sharded`, of weights: those of few bits in their own bytes."""
+        if not self.quantized:
+            return self.sharded(num_ranks, width_bytes)
         few = tuple((rows, row_bytes, number) for rows, _, row_bytes, number in self.quantized)
         return self.cast(num_ranks, width_bytes) + _sharded(few, num_ranks, 1)
 
@@ -84,6 +86,8 @@ class ParameterCounts(NamedTuple):
 
     def spared_bytes(self, width_bytes: int) -> int:
         """By which a block has fewer than `width_bytes` a parameter."""
+        if not self.quantized:
+            return 0
         whole = sum(
             rows * (width_bytes * columns - row_bytes) * number
             for rows, columns, row_bytes, number in self.quantized
@@ -172,6 +176,11 @@ def _sharded(tensors: tuple[tuple[int, int, int], ...], num_ranks: int, width_by
         Tensors(width_bytes * -(-rows // num_ranks) * columns * number, number)
         for rows, columns, number in tensors
     )
+
+
+@lru_cache(maxsize=1024)  # likewise
+def _share(tensors: tuple[tuple[int, int, int], ...], num_ranks: int) -> int:
+    return total(_sharded(tensors, num_ranks, 1))
 
 
 class StepShape(NamedTuple):
