@@ -138,11 +138,12 @@ def enumerate_candidates(
             candidates.append(unpriced._replace(communication=way))
             continue
         for mesh, micro in zip(possible, sizes, strict=True):
+            communications = communications_of(spec, mesh)
             for each in _precisions(peaks, precision) if every else (precision,):
                 for mode in CHECKPOINTING if every else modes:
                     open_ = wanted and each == precision and mode in modes
                     for size in micro:
-                        ways = [Choices(size, mode, each, way) for way in communications_of(spec, mesh)]
+                        ways = [Choices(size, mode, each, way) for way in communications]
                         tried = (pricer.candidate(strategy, mesh, way, asked=open_) for way in ways)
                         best = _first_fitting if pricer.uneven is None else _worth_it
                         candidates.append(best(tried))

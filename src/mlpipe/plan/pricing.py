@@ -230,11 +230,9 @@ class Pricer:
         Of a pipeline's ranks those of the one with the most blocks."""
         _, step_passes = self._passes_of(choices, mesh, self._fullest_part(mesh))
         step_passes = self._packed(mesh, choices, step_passes)
-        hardware, layout = self.hardware, Layout(mesh, schedule=self.training.schedule)
-        shared = min(
-            self.exposed_seconds(step_passes, layout._replace(context_exchange=way), without_data(mesh))
-            for way in self._exchanges(mesh)
-        )
+        hardware, schedule, sharing = self.hardware, self.training.schedule, without_data(mesh)
+        layouts = [Layout(mesh, schedule=schedule, context_exchange=way) for way in self._exchanges(mesh)]
+        shared = min(self.exposed_seconds(step_passes, layout, sharing) for layout in layouts)
         compute = self._slowest_ratio * step_passes.compute
         return hardware.speed.time_ratio * (compute + shared)
 

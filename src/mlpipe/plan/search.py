@@ -130,6 +130,7 @@ def search(
     loses nothing."""
     result = SearchResult()
     queue: list[Point] = []  # sorted
+    around: dict[Mesh, list[tuple[Strategy, Mesh]]] = {}  # one mesh is that of many points
 
     def look(number: int, mesh: Mesh, choices: Sequence[Choices]) -> None:
         seconds = pricer.least_seconds(mesh, choices[0])
@@ -153,7 +154,9 @@ def search(
             look(point.number, point.mesh, more)
         if prune and pricer.least_bytes(point.mesh, here) > pricer.hardware.memory_bytes:
             continue
-        for strategy, mesh in layouts(point.mesh, pricer.hardware):
+        if point.mesh not in around:
+            around[point.mesh] = list(layouts(point.mesh, pricer.hardware))
+        for strategy, mesh in around[point.mesh]:
             candidate = pricer.candidate(strategy, mesh, here, asked=True)
             result.num_priced += 1
             if candidate.fits and candidate.step_seconds <= limit:

@@ -101,11 +101,10 @@ class ParameterCounts(NamedTuple):
             return self.by_rank[part.rank]
         if part == Part(cp=part.cp, ep=part.ep):
             return self
-        trained = None if self.trained_only is None else _trained_of_part(self.trained_only, part)
-        return _of_part(self, part)._replace(trained_only=trained)
+        return _of_part(self, part)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # each is asked for by every candidate
 def _of_part(whole: ParameterCounts, part: Part) -> "ParameterCounts":
     all_blocks = max(1, whole.num_blocks)
     num_blocks = whole.num_blocks if part.num_blocks is None else part.num_blocks
@@ -130,9 +129,15 @@ def _of_part(whole: ParameterCounts, part: Part) -> "ParameterCounts":
         (-(-rows // part.tp), columns, number // all_blocks * num_blocks, -(-stacked // part.tp))
         for rows, columns, number, stacked in whole.stacks
     )
-    there = tuple(tensor for tensor in tensors if tensor[2])
     return ParameterCounts(
-        block * num_blocks + outside, block, outside, num_blocks, there, matrices, stacks=stacks
+        block * num_blocks + outside,
+        block,
+        outside,
+        num_blocks,
+        tuple(tensor for tensor in tensors if tensor[2]),
+        matrices,
+        trained_only=None if whole.trained_only is None else _trained_of_part(whole.trained_only, part),
+        stacks=stacks,
     )
 
 
@@ -170,7 +175,7 @@ def _trained_of_part(trained: ParameterCounts, part: Part) -> "ParameterCounts":
     )
 
 
-@lru_cache(maxsize=1024)  # each is asked for by every candidate
+@lru_cache(maxsize=1024)  # likewise
 def _sharded(tensors: tuple[tuple[int, int, int], ...], num_ranks: int, width_bytes: int) -> Group:
     return tuple(
         Tensors(width_bytes * -(-rows // num_ranks) * columns * number, number)
