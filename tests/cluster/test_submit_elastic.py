@@ -82,7 +82,13 @@ class Training:
         return len(self.members())
 
     def until(self, what: str, members: list[int], since: int = 0) -> None:
+        """They take part, and the store knows that each began: with a node goes what it had not shipped."""
         self.place.until(f"{what}: {members}", lambda: members in self.members()[since:])
+        begun = {one: 1 + self.struck[one] for one in members}
+        self.place.until(f"starts {begun}", lambda: all(len(self.starts(one)) >= begun[one] for one in begun))
+
+    def starts(self, replica: int) -> list[Start]:
+        return [one for one in self.records(replica) if isinstance(one, Start)]
 
     def until_later(self) -> None:
         """Two more steps of whomever."""
@@ -90,12 +96,11 @@ class Training:
         self.place.until("two more steps", lambda: self.last_step() >= last + 2)
 
     def last_step(self) -> int:
-        return max(one.step for lines in self.records().values() for one in lines if isinstance(one, Step))
+        return max(one.step for rank in range(4) for one in self.records(rank) if isinstance(one, Step))
 
-    def records(self) -> dict[int, list[Any]]:
+    def records(self, replica: int) -> list[Any]:
         with self.place.cluster.inside():
-            store = self.place.store()
-            return {rank: read_records(store, KEY, rank) for rank in range(4)}
+            return read_records(self.place.store(), KEY, replica)
 
 
 def test_pods_die_leave_and_come_and_the_others_go_on(place, hold, second, queue, occupied, tmp_path):
@@ -180,8 +185,8 @@ def test_pods_die_leave_and_come_and_the_others_go_on(place, hold, second, queue
     place.submit(spec, "elastic", "--wait")
     place.cluster.kubectl("delete", "node", node)
 
-    found = training.records()
-    starts = {rank: [one for one in found[rank] if isinstance(one, Start)] for rank in range(4)}
+    found = {rank: training.records(rank) for rank in range(4)}
+    starts = {rank: training.starts(rank) for rank in range(4)}
     expected = {rank: 1 + training.struck[rank] for rank in range(4)}
     assert {rank: len(starts[rank]) for rank in range(4)} == expected, "who was not struck began once"
     later = [one for rank in range(4) for one in starts[rank][rank < 3 :]]
