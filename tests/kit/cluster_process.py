@@ -22,12 +22,14 @@ from kit.processes import children
 from kit.servers import die_with_parent
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.2
 _STOP_SECONDS = 10
 _HOLDER_SECONDS = 20
 _CLONE_NEWNET = 0x40000000
 # for processes in the cluster's network, where no proxy of the machine is to be reached
 NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
+# A quarter of an API server's CPU time as it starts is Go's collector, which memory spares, up to a limit.
+_GO = {"GOGC": "400", "GOMEMLIMIT": "1GiB"}
 
 
 class ClusterError(Exception):
@@ -42,7 +44,7 @@ class Process:
     ) -> None:
         self.name, self.log = name, log
         self._command = [str(word) for word in command]
-        self._env = {**os.environ, **NO_PROXY, **(env or {})}
+        self._env = {**os.environ, **NO_PROXY, **_GO, **(env or {})}
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Process:
@@ -108,7 +110,7 @@ def wait_until(
         if time.monotonic() > deadline:
             more = explain() if explain else "\n".join(process.tail() for process in watched)
             raise ClusterError(f"{what}: not within {seconds:.0f} s\n{more}")
-        time.sleep(max(_POLL_SECONDS, 2 * taken))  # to ask may be a command, which takes what is waited for
+        time.sleep(max(_POLL_SECONDS, 3 * taken))  # to ask may be a command, which takes what is waited for
 
 
 class Namespaces:
