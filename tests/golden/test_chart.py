@@ -490,3 +490,27 @@ def test_the_version_is_that_of_mlpipe():
     version = re.search(r'__version__ = "(.+)"', (ROOT / "src/mlpipe/__init__.py").read_text())
     assert version is not None
     assert chart["appVersion"] == version[1]
+
+
+def test_large_whole_numbers_are_written_out():
+    """Helm reads them as floats, of which `quote` makes 1.2e+06."""
+    values = {
+        "quota.hard.pods": 1200000,
+        "limitRange.default.memory": 4294967296,
+        "kueue": {
+            "enabled": True,
+            "name": "q",
+            "flavors": [{"name": "a", "quota": {"cpu": 12345678}}],
+            "priorities": {"huge": 1000000},
+        },
+    }
+    options = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
+    text = _template(*options)
+    assert [line for line in text.splitlines() if re.search(r"\de\+\d", line)] == []
+    for value in (
+        '"pods": "1200000"',
+        '"memory": "4294967296"',
+        'nominalQuota: "12345678"',
+        "value: 1000000",
+    ):
+        assert value in text

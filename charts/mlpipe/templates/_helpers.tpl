@@ -24,6 +24,11 @@ app.kubernetes.io/managed-by: mlpipe
 metrics{{ if . }}-{{ . }}{{ end }}
 {{- end }}
 
+{{- /* A text or a whole number as a text. Helm reads numbers as floats, of which `quote` makes 1.2e+06. */ -}}
+{{- define "mlpipe.amount" -}}
+{{ if kindIs "string" . }}{{ . | quote }}{{ else }}{{ int64 . | quote }}{{ end }}
+{{- end }}
+
 {{- /* The network bits of a CIDR behind its family, as a text: 10.0.0.0/8 -> 4:00001010. One range lies in another when its
      text begins with the other's. */ -}}
 {{- define "mlpipe.networkBits" -}}
