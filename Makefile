@@ -219,16 +219,16 @@ clean:  ## remove the environments and caches; runs stay
 	@touch $@
 
 $(VENV)/.train: requirements/train.txt pyproject.toml $(VENV)/.bootstrap
-	$(UV) install --python $(BIN)/python --require-hashes -r $<
+	$(UV) install --python $(BIN)/python --quiet --require-hashes -r $<
 	$(UV) install --python $(BIN)/python --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.train
-	$(UV) install --python $(BIN)/python --require-hashes -r $<
+	$(UV) install --python $(BIN)/python --quiet --require-hashes -r $<
 	@touch $@
 
 $(OLDEST)/.dev: requirements/oldest.txt pyproject.toml $(OLDEST)/.bootstrap
-	$(OLDEST)/bin/uv pip install --python $(OLDEST)/bin/python --require-hashes -r $<
+	$(OLDEST)/bin/uv pip install --python $(OLDEST)/bin/python --quiet --require-hashes -r $<
 	$(OLDEST)/bin/uv pip install --python $(OLDEST)/bin/python --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
