@@ -111,13 +111,16 @@ def _check(session: CliSession, out: Path, files: dict[Path, str], stale: list[P
 
     diff: list[str] = []
     for path, text in files.items():
-        old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        old = path.read_bytes().decode("utf-8", "surrogateescape") if path.is_file() else ""
+        # not by splitlines(), to which \r, \x0b and others are ends of lines as well
         lines = difflib.unified_diff(
-            old.splitlines(), text.splitlines(), str(path), "what the pipeline says", lineterm=""
+            old.split("\n"), text.split("\n"), str(path), "what the pipeline says", lineterm=""
         )
         diff += lines
     for path in stale:
-        lines = difflib.unified_diff(path.read_text().splitlines(), [], str(path), "nothing", lineterm="")
+        lines = difflib.unified_diff(
+            path.read_text(errors="replace").splitlines(), [], str(path), "nothing", lineterm=""
+        )
         diff += lines
     session.result({"same": not diff, "diff": diff}, "\n".join(diff) or f"{out}: {_count(files)}, the same")
     if diff:

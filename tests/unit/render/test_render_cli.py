@@ -46,6 +46,17 @@ def test_files_and_their_check(cli: Cli) -> None:
     assert before == {path.name: path.read_bytes() for path in (cli.folder / "k").iterdir()}
 
 
+@pytest.mark.parametrize(("old", "new"), [(b"\n", b"\r\n"), (b"\n", b"\x0b"), (b"\n", b"\xc2\x85")])
+def test_the_check_sees_every_byte(cli: Cli, old: bytes, new: bytes) -> None:
+    """Of what splitlines() takes for an end of a line none is another."""
+    cli(*RENDER, "--out", "k")
+    path = cli.folder / "k" / "02-train.yaml"
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    assert "--- k/02-train.yaml" in cli(*RENDER, "--out", "k", "--check", code=2).stdout
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    cli(*RENDER, "--out", "k", "--check", code=2)
+
+
 def test_files_of_stages_that_are_gone_go_too_and_others_stay(cli: Cli) -> None:
     cli(*RENDER, "--out", "k")
     folder = cli.folder / "k"
