@@ -588,6 +588,18 @@ def test_a_run_of_the_same_id_in_another_store_is_left_alone(person):
     assert person.made() == made
 
 
+def test_a_folder_that_was_given_in_another_spelling_is_the_same_store(person):
+    """`cancel` left the pods where they were, and said that all had ended."""
+    person.submit("--run-id", "r")
+    args = person.server.objects["jobs", "r-driver"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    store = Path(args[args.index("--store") + 1])
+    (link := person.folder / "link").symlink_to(store.parent)
+    args[args.index("--store") + 1] = f"{link}/x/../{store.name}"
+    (store.parent / "x").mkdir()
+    assert person.mlpipe("cancel", "r")[0] == 0
+    assert person.made() == []
+
+
 def test_cancel_of_a_run_without_a_driver_leaves_nothing(person):
     person.submit("--run-id", "r")
     code, text = person.mlpipe("cancel", "r")
