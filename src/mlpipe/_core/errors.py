@@ -66,7 +66,9 @@ class MlpipeError(Exception):
     @property
     def told(self) -> str:
         """What and where, for whoever shows the hint apart."""
-        return f"{self.where}: {self.message}" if self.where else self.message
+        # a name of a file may have ends of lines
+        where = self.where and self.where.replace("\n", "\\n")
+        return f"{where}: {self.message}" if where else self.message
 
     def __str__(self) -> str:
         return f"{self.told}\n  hint: {self.hint}" if self.hint else self.told

@@ -16,3 +16,8 @@ def printable(text: str) -> str:
     """`text` with its colours, tabs and ends of lines; all else that a terminal obeys (it moves the cursor,
     sets titles, fills the clipboard) or no encoding has is spelled out, as in Python: `\\x1b`."""
     return _SIGNS.sub(lambda found: found[1] or repr(found[0])[1:-1], text)
+
+
+def in_one_line(name: str) -> str:
+    """Of a file or folder, which may have ends of lines in it."""
+    return printable(name).replace("\n", "\\n")

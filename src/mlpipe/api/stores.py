@@ -19,6 +19,7 @@ def store_of(
     NoRunError where none has it, saying where it looked, and StoreError (input) where several have."""
     from mlpipe._core.errors import StoreError
     from mlpipe._core.ids import is_name
+    from mlpipe._core.printable import in_one_line
     from mlpipe.store import known
 
     if not is_name(run_id):
@@ -29,10 +30,10 @@ def store_of(
     others = [url for url in known.stores() if url != store.url] if elsewhere else []
     stores, silent = known.find(run_id, others, timeout_seconds=_SEARCH_SECONDS)
     if not stores:
-        asked = [url for url in others if url not in silent]
+        asked = [in_one_line(url) for url in others if url not in silent]
         more = f", nor in {len(asked) - _NUM_NAMED} more" if len(asked) > _NUM_NAMED else ""
         looked = "".join(f"; not in {url} either" for url in asked[:_NUM_NAMED]) + more
-        looked += "".join(f"; {url} could not be asked" for url in silent)
+        looked += "".join(f"; {in_one_line(url)} could not be asked" for url in silent)
         raise known.NoRunError(
             f"there is no run {run_id}{looked}",
             where=store.url,
@@ -41,9 +42,9 @@ def store_of(
         )
     if len(stores) > 1:
         raise StoreError(
-            f"several stores have a run {run_id}: {', '.join(one.url for one in stores)}",
+            f"several stores have a run {run_id}: {', '.join(in_one_line(one.url) for one in stores)}",
             hint="say which with --store",
             kind="input",
         )
-    note(f"run {run_id} is in {stores[0].url}")
+    note(f"run {run_id} is in {in_one_line(stores[0].url)}")
     return stores[0]

@@ -104,9 +104,14 @@ def load(path: str | Path) -> Calibration:
     """Raises PlanError."""
     hint = "write it with `mlpipe calibrate --out FILE`"
     try:
-        calibration = from_json(Calibration, read_file(path, _MAX_BYTES))
+        data = read_file(path, _MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"larger than {_MAX_BYTES} bytes")
+        calibration = from_json(Calibration, data)
         _check(calibration)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise PlanError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from None
+    except ValueError as error:
         raise PlanError(f"not a calibration: {error}", where=str(path), hint=hint) from None
     if calibration.schema_version != SCHEMA_VERSION or not calibration.ranks:
         raise PlanError("a calibration of another version, or of nothing", where=str(path), hint=hint)

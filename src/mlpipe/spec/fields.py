@@ -177,7 +177,9 @@ _STEPS = r"\s*0*[1-9][0-9]*\s*steps?\s*"
 ENV_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*"
 ENTRY_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 IMAGE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}"
-STORE_PATTERN = rf"s3://{BUCKET_PATTERN}(/[A-Za-z0-9._=-]+)*/?|file:///[^{{}}]*|(?![A-Za-z0-9]+:/)[^{{}}]+"
+STORE_PATTERN = (
+    rf"s3://{BUCKET_PATTERN}(/[A-Za-z0-9._=-]+)*/?|file:///[^{{}}]*|(?![sS]3:|file:|[A-Za-z0-9]+:/)[^{{}}]+"
+)
 
 _TEXT = core_schema.no_info_before_validator_function(_unambiguous, core_schema.str_schema())
 Text = Annotated[str, _Checked(_TEXT)]
@@ -215,6 +217,7 @@ EntryPath = Annotated[
 Image = Annotated[
     str, _like(IMAGE_PATTERN, "an image reference", "write like 'registry.example.com/team/mlpipe:1.4'")
 ]
+Program = Annotated[str, _like(r"\S(.*\S)?", "a program", "write its name or its path, like 'python3'")]
 StoreUrl = Annotated[str, _text(_store, STORE_PATTERN)]
 _BYTES = _NUMBER + r"(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*"
 Size = Annotated[str, _quantity(_parses(parse_bytes, above=0), "'30 GiB'", _BYTES)]

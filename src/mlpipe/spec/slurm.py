@@ -65,7 +65,7 @@ class SlurmContainer(SpecModel):
 class Slurm(SlurmJobKeys):
     """How a run looks on a Slurm cluster; every other backend ignores it."""
 
-    python: f.Text = Field("python", description="The Python that has mlpipe, as the nodes find it.")
+    python: f.Program = Field("python", description="The Python that has mlpipe, as the nodes find it.")
     modules: tuple[f.SlurmName, ...] = Field(
         (), strict=False, description="Environment modules to load before."
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mlpipe.store.base import Store
 
 DEFAULT_STORE = "./runs"
-_KINDS = "write a folder, file:///folder or s3://bucket/prefix"
+_KINDS = "write a folder (./name, where its name has a ':'), file:///folder or s3://bucket/prefix"
 
 
 def default_url(store: str | None, otherwise: str | None = None) -> str:
@@ -59,7 +59,7 @@ def _path_of(url: str) -> Path:
         if parts.netloc not in ("", "localhost"):
             raise StoreError(f"{url!r} names another host", hint="write file:///path", kind="input")
         return Path(unquote(parts.path))
-    if "://" in url or re.match("[A-Za-z0-9]+:/", url) or not url:
+    if "://" in url or re.match("(?i)s3:|file:|[a-z0-9]+:/", url) or not url:
         raise StoreError(
             f"{url!r} is not a store",
             hint=_KINDS,

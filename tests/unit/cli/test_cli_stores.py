@@ -71,6 +71,16 @@ def test_a_run_id_in_several_stores_is_not_guessed(cli: Cli):
     cli("cancel", "r", "--store", "third")
 
 
+def test_a_name_with_an_end_of_line_is_shown_in_one(cli: Cli):
+    odd = "else\nwhere"
+    cli("run", "pipeline.yaml", "--run-id", "q", "--store", odd)
+    assert r"/else\nwhere" in cli("status", "q").stderr
+    assert r"/else\nwhere either" in cli("status", "p", code=2).stderr
+    assert r"/else\nwhere: there is no run p" in cli("status", "p", "--store", odd, code=2).stderr
+    cli("run", "pipeline.yaml", "--run-id", "q", "--store", "third")
+    assert r"/else\nwhere" in cli("status", "q", code=2).stderr
+
+
 def test_the_store_of_a_pipeline_for_scripts(cli: Cli):
     spec = ["validate", "--print-store", "pipeline.yaml"]
     assert cli(*spec).stdout == f"{cli.folder / 'runs'}\n"

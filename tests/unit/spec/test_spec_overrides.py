@@ -116,6 +116,9 @@ stages:
         ("train.data.tokens={{...}}", "unknown placeholder {{...}}; write one of store, run.id, output, "),
         ("train.mash=null", "unknown key 'mash'; did you mean 'mesh'?"),
         ("train.optimizer.lr.x=null", "unknown key 'x'; see 'mlpipe schema'"),
+        ("store=s3:bucket/x", "'s3:bucket/x' is not a store; write a folder like './runs', or"),
+        ("store=file:x", "'file:x' is not a store; write a folder like './runs', or"),
+        ('slurm.python=""', "'' is not a program; write its name or its path, like 'python3'"),
         ("corpus=null", "a stage cannot be replaced; set its keys, like NAME.steps=20"),
     ],
 )
@@ -259,3 +262,8 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent.yaml", "nul\0byte"):
         with pytest.raises(SpecErrors, match="cannot be read"):
             load_pipeline(path)
+    with pytest.raises(PlanError, match="absent.yaml: cannot be read: No such file or directory"):
+        calibration.load(tmp_path / "absent.yaml")
+    (large := tmp_path / "large.json").write_bytes(b"{}".ljust(calibration._MAX_BYTES + 1))
+    with pytest.raises(PlanError, match="not a calibration: larger than 16777216 bytes"):
+        calibration.load(large)

@@ -264,11 +264,14 @@ def test_every_error_says_where(tmp_path, monkeypatch):
         assert (caught.value.where, caught.value.kind) == (str(tmp_path / "f" / "x"), "infrastructure")
 
 
-@pytest.mark.parametrize("url", ["", "http://x/y", "file://elsewhere/x", "gs://b"])
+@pytest.mark.parametrize(
+    "url", ["", "http://x/y", "file://elsewhere/x", "gs://b", "s3:b/x", "S3:b", "file:x"]
+)
 def test_urls_that_are_no_store_are_bad_input(url):
     with pytest.raises(StoreError) as caught:
         open_store(url)
     assert caught.value.kind == "input"
+    assert open_store("./s3:b").url.endswith("/s3:b")
 
 
 def test_a_home_folder_that_nobody_has_is_bad_input():
