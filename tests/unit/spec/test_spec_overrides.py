@@ -262,7 +262,7 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent.yaml", "nul\0byte"):
         with pytest.raises(SpecErrors, match="cannot be read"):
             load_pipeline(path)
-    with pytest.raises(PlanError, match="absent.yaml: cannot be read: No such file or directory"):
+    with pytest.raises(PlanError, match=r"absent.yaml: cannot be read: No such file or directory"):
         calibration.load(tmp_path / "absent.yaml")
     (large := tmp_path / "large.json").write_bytes(b"{}".ljust(calibration._MAX_BYTES + 1))
     with pytest.raises(PlanError, match="not a calibration: larger than 16777216 bytes"):
