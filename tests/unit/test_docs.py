@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import mlpipe
+from mlpipe._core.errors import MlpipeError
 from mlpipe.cli.app import LazyGroup
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
@@ -164,3 +165,25 @@ def test_what_is_shown_of_a_pipeline_is_one(whole: str, text: str) -> None:
         else:
             (document if key in Pipeline.model_fields else stage["train"])[key] = value
     load_pipeline_text(yaml.safe_dump(document), "page")
+
+
+def test_mistakes_are_told_as_the_readme_shows() -> None:
+    """Fails where the words of a mistake change."""
+    broken = """version: 1
+name: broken
+stages:
+  - name: corpus
+    comand: [mlpipe-corpus, --out, "{{output}}"]
+  - name: train
+    needs: [corpsu]
+    train:
+      model: {preset: llama-1m, seq_len: 0512}
+      data: {tokens: x, batch_size: 8}
+      steps: 10
+      strategy: fdsp
+      checkpoint: {every: 100}
+"""
+    shown = (ROOT / "README.md").read_text().split("$ mlpipe validate broken.yaml\n")[1].split("```")[0]
+    with pytest.raises(MlpipeError) as error:
+        load_pipeline_text(broken, "broken.yaml")
+    assert str(error.value).splitlines() == shown.splitlines()
