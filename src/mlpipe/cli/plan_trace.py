@@ -17,7 +17,7 @@ from pathlib import Path
 from mlpipe._core.errors import PlanError
 from mlpipe._core.presets import OWN
 from mlpipe._core.serial import from_json, to_json
-from mlpipe.plan.entry import search_path
+from mlpipe.plan.entry import package_of, search_path
 from mlpipe.plan.plan import Plan, code_digest
 from mlpipe.plan.shapes.traced import Traced
 from mlpipe.plan.work import TrainPlan
@@ -63,7 +63,7 @@ def _digest(plan: Plan, asked: str) -> str:
     digest = hashlib.sha256(f"{asked}{code_digest()}{torch}".encode())
     train = plan.work.training
     entries = [train.model.build, *train.data.functions]
-    for top in sorted({entry.entry.partition(":")[0].partition(".")[0] for entry in entries}):
+    for top in sorted({package_of(entry.entry) for entry in entries}):
         for path in _sources(top, search_path(plan.launch.env, os.getcwd())):
             digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

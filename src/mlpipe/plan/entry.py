@@ -12,6 +12,11 @@ class Entry(NamedTuple):
     args: dict[str, Any]
 
 
+def package_of(entry: str) -> str:
+    """The topmost one of the function's module."""
+    return entry.partition(":")[0].partition(".")[0]
+
+
 def search_path(env: Mapping[str, str], folder: str) -> list[str]:
     """Where modules of a user are looked for before what is installed, in `env` of a stage that works in
     `folder`: Python's own stand between the two."""

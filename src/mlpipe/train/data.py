@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mlpipe.plan.shares import bounds
 from mlpipe.plan.work import TrainPlan
 from mlpipe.train.datasets import Streams
-from mlpipe.train.microbatch import Collated, Microbatch, collate, joined, own_part, pinned, uncounted
+from mlpipe.train.microbatch import Microbatch, collate, joined, own_part, pinned, samples_of, uncounted
 from mlpipe.train.order import samples_at
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.world import World
@@ -83,7 +83,7 @@ class MicrobatchLoader:
         return self.step(0)
 
     def _order(self, start: int, count: int) -> NDArray[np.int64]:
-        samples = self.dataset.samples if isinstance(self.dataset, Collated) else self.dataset
+        samples = samples_of(self.dataset)
         if isinstance(samples, Streams):
             return np.zeros(count, dtype=np.int64)
         return samples_at(samples, self.seed, np.arange(start, start + count, dtype=np.int64))

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from mlpipe._core.errors import MlpipeError, TrainError
+from mlpipe.plan.entry import package_of
 from mlpipe.plan.work import TrainPlan
 from mlpipe.train import microbatch
 from mlpipe.train.stop import die_with_parent
@@ -132,7 +133,7 @@ def data_workers(plan: TrainPlan, beat: Callable[[], None]) -> Callable[[Callabl
         DataWorkers,
         patience_seconds=plan.hang_timeout_seconds,
         beat=beat,
-        packages=frozenset(one.entry.partition(":")[0].partition(".")[0] for one in plan.data.functions),
+        packages=frozenset(package_of(one.entry) for one in plan.data.functions),
     )
 
 

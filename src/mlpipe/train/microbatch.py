@@ -110,6 +110,11 @@ def collate(dataset: Any, indices: NDArray[np.int64]) -> Batch:
     return joined(dataset, samples, indices)
 
 
+def samples_of(dataset: Any) -> Any:
+    """The data set itself, where a function of the user's makes batches of it."""
+    return dataset.samples if isinstance(dataset, Collated) else dataset
+
+
 def joined(dataset: Any, samples: list[Any], numbers: Sequence[int] | NDArray[np.int64]) -> Batch:
     if isinstance(dataset, Collated):
         return dataset.batch(samples)

@@ -20,7 +20,7 @@ from mlpipe.train.data import MicrobatchLoader, ReadAhead
 from mlpipe.train.datasets import Streams, fingerprint, open_dataset, vocab_size_of
 from mlpipe.train.loop import Loop
 from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
-from mlpipe.train.microbatch import Collated, Microbatch, collate
+from mlpipe.train.microbatch import Microbatch, collate, samples_of
 from mlpipe.train.model import Batch, BuiltModel, build_model
 from mlpipe.train.optim.learning_rate import check_schedule
 from mlpipe.train.optim.make import make_update
@@ -279,7 +279,7 @@ def _validation(session: Session, plan: TrainPlan, model: ParallelizedModel) -> 
 
 
 def _refuse_stream(dataset: Any, to: str, instead: str) -> None:
-    samples = dataset.samples if isinstance(dataset, Collated) else dataset
+    samples = samples_of(dataset)
     if isinstance(samples, Streams):
         raise TrainError(
             f"a data set that can only be iterated over cannot be dealt to {to}",
@@ -291,7 +291,7 @@ def _refuse_stream(dataset: Any, to: str, instead: str) -> None:
 
 def read_ahead(session: Session, plan: TrainPlan, loader: MicrobatchLoader, position: Position) -> ReadAhead:
     """From `position` on: in this process, or in as many beside it as the plan asks for."""
-    dataset = loader.dataset.samples if isinstance(loader.dataset, Collated) else loader.dataset
+    dataset = samples_of(loader.dataset)
     if plan.data.workers == 0 and not isinstance(dataset, Streams):
         return ReadAhead(loader)
     from mlpipe.train.data_workers import data_workers

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, FATAL_KINDS, MlpipeError
+from mlpipe.plan.entry import package_of
 from mlpipe.plan.plan import Plan
 from mlpipe.train import outcome
 from mlpipe.train.frames import own_frames, told
@@ -116,7 +117,7 @@ def _packages(plan: Plan) -> set[str]:
     entries = [part.model.build, *part.data.functions]
     measured = part.validate.metrics if part.validate is not None else getattr(plan.work, "metrics", ())
     names = [*(entry.entry for entry in entries), *(metric.entry or "mlpipe" for metric in measured)]
-    return {name.partition(":")[0].partition(".")[0] for name in names} - {"mlpipe"}
+    return {package_of(name) for name in names} - {"mlpipe"}
 
 
 if __name__ == "__main__":
