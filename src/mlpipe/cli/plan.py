@@ -267,8 +267,8 @@ def _lines(pipeline: Pipeline, plan: Plan, candidates: list[Candidate], hardware
 
 
 def _choice(plan: Plan, train: TrainPlan) -> list[str]:
-    axes = {axis: size for axis, size in asdict(train.mesh).items() if size > 1}
-    mesh = ", ".join(f"{axis} {size}" for axis, size in axes.items()) or "one worker"
+    axes = (f"{axis} {size}" for axis, size in train.mesh.larger_axes.items())
+    mesh = ", ".join(axes) or "one worker"
     saves = (
         f"every {train.checkpoint.every_steps} steps"
         if train.checkpoint.every_steps is not None

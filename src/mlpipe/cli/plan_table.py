@@ -214,7 +214,7 @@ def mixed_words(mixed: MixedPlan) -> list[str]:
     mesh = mixed.mesh
     keys = f"strategy: {mixed.strategy}, communication: {mixed.communication}"
     if mesh.num_data_ranks < mesh.world_size or mesh.ep > 1 or mesh.dp_replicate > 1 < mesh.dp_shard:
-        axes = ", ".join(f"{axis}: {size}" for axis, size in vars(mesh).items() if size > 1)
+        axes = ", ".join(f"{axis}: {size}" for axis, size in mesh.larger_axes.items())
         keys = f"mesh: {{{axes}}}, {keys}"
     if mesh.pp == mesh.ep == 1:
         keys += ", stragglers: move_load"

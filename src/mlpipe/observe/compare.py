@@ -128,7 +128,7 @@ def _trainings(view: RunView) -> dict[tuple[Group, str], Fact]:
         plan, start = stage.part(TrainPlan), stage.start
         if plan is None:
             continue
-        mesh = " x ".join(f"{axis} {size}" for axis, size in vars(plan.mesh).items() if size > 1)
+        mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.larger_axes.items())
         batch = f"{plan.micro_batch} x {plan.mesh.num_data_ranks} x {plan.accumulation}"
         shares = ", ".join(f"{one.name} {100 * one.share_ratio:.0f} %" for one in plan.groups)
         told: list[tuple[Group, str, Any]] = [

@@ -114,8 +114,8 @@ def explain(spec: Train, shape: ModelShape | None, hardware: Hardware) -> list[s
 
 
 def _name(candidate: Candidate) -> str:
-    sizes = asdict(candidate.mesh) if candidate.mesh is not None else {}
-    axes = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    sizes = candidate.mesh.larger_axes if candidate.mesh is not None else {}
+    axes = [f"{axis} {size}" for axis, size in sizes.items()]
     return f"{candidate.strategy} ({', '.join(axes)})"
 
 

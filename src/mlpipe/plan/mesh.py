@@ -45,6 +45,11 @@ class Mesh:
         }
 
     @property
+    def larger_axes(self) -> dict[str, int]:
+        """Sizes of those with more than one rank, `ep` among them."""
+        return {axis: size for axis, size in vars(self).items() if size > 1}
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         # of all axes, without a dictionary: it is asked for thousands of times by a search

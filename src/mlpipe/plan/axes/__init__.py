@@ -22,7 +22,7 @@ AXES = ("tp", "dp_shard", "dp_replicate", "cp", "pp", "ep")
 def active(mesh: Mesh) -> tuple[Axis, ...]:
     """Those that are larger than 1; where nothing is sharded, the gradients are reduced over `cp` as over
     `dp_replicate`."""
-    sizes = {name: size for name, size in vars(mesh).items() if size > 1}
+    sizes = mesh.larger_axes
     if mesh.cp > 1 == mesh.dp_shard:
         sizes["dp_replicate"] = mesh.dp_replicate * mesh.cp
     return tuple(by_name(name) for name in AXES if name in sizes)
