@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 from mlpipe._core.errors import PlanError
@@ -159,12 +159,17 @@ def _found(
         for laid_out in _layouts(spec, hardware, name):
             if laid_out is spec and any(one.strategy == name for one, _ in found):
                 continue  # copies of one class each do
-            _try(laid_out, shape, hardware, name, found, whys)
+            tried = _tried(laid_out, shape, hardware, name)
+            if isinstance(tried, str):
+                whys[name] = tried
+            else:
+                found.append(tried)
     if is_searched(spec) and shape is not None:
         least = min((mixed.step_seconds or math.inf for _, mixed in found), default=math.inf)
         others: _Found = []
         for name, mesh in _other_axes(spec, shape, hardware):
-            _try(_with_mesh(spec, mesh), shape, hardware, name, others, {})
+            tried = _tried(_with_mesh(spec, mesh), shape, hardware, name)
+            others += [] if isinstance(tried, str) else [tried]
             if len(others) == _MOST_FITTING:
                 break
         # a mesh with more axes has to win by more than the model's own error
@@ -172,24 +177,19 @@ def _found(
     return found, whys
 
 
-def _try(
-    spec: Train,
-    shape: ModelShape | None,
-    hardware: Hardware,
-    name: Strategy,
-    found: _Found,
-    whys: dict[str, str],
-) -> None:
-    """Adds to one of the last two."""
+def _tried(
+    spec: Train, shape: ModelShape | None, hardware: Hardware, name: Strategy
+) -> tuple[Candidate, MixedPlan] | str:
+    """One strategy; or why it does not go."""
     ways = _ways(spec, shape, hardware, name)
-    mixed = ways if isinstance(ways, str) else _mixed(spec, shape, hardware, ways)
+    if isinstance(ways, str):
+        return ways
+    mixed = _mixed(spec, shape, hardware, ways)
     if isinstance(mixed, str):
-        whys[name] = mixed
-        return
-    each = (way.best.activation_checkpointing for way in ways if isinstance(way, _Way))
+        return mixed
+    each = (way.best.activation_checkpointing for way in ways)
     most = max(each, key=tuple[str, ...](CHECKPOINTING).index)
-    least = cast(_Way, ways[0]).best
-    found.append((least._replace(activation_checkpointing=most), mixed))
+    return ways[0].best._replace(activation_checkpointing=most), mixed
 
 
 def _with_mesh(spec: Train, mesh: Mesh) -> Train:
@@ -325,22 +325,8 @@ def _mixed(
     rates = [1 / one for one in samples] if samples else _peak_rates(groups, least.precision)
     mean = sum(rate * number for rate, number in zip(rates, num_readers, strict=True)) / whole
     speeds = [float(f"{rate / mean:.{_DIGITS}g}") for rate in rates]
-    sizes = [way.best.micro_batch or 1 for way in each]
+    sizes, shares = _shares(spec, num_readers, speeds, [way.best.micro_batch or 1 for way in each])
     sample_tokens = least.num_tokens / (even * whole)  # on the mean
-    unit = 1
-    if not _may_differ(spec):
-        sizes = [min(sizes)] * len(groups)
-    if _moves_whole(spec):
-        unit = _unit(batch, whole, min(sizes))
-        sizes = [unit] * len(groups)
-    ends = bounds(
-        batch // unit, whole, [speed for speed, n in zip(speeds, num_readers, strict=True) for _ in range(n)]
-    )
-    counts = [unit * (stop - start) for start, stop in pairwise(ends)]
-    shares, first = [], 0
-    for number in num_readers:
-        shares.append(counts[first : first + number])
-        first += number
     for size, own in zip(sizes, shares, strict=True):
         whys = (why_not(schedule_of(spec), mesh.pp, -(-count // size)) for count in own)
         if mesh.pp > 1 and (why := next(filter(None, whys), None)):
@@ -381,6 +367,23 @@ def _mixed(
     equal = max(takes(index, -(-batch // whole)) for index in range(len(groups))) if samples else None
     rate = None if step is None else batch * sample_tokens / step
     return MixedPlan(least.strategy, mesh, least.communication, tuple(plans), step, equal, rate)
+
+
+def _shares(
+    spec: Train, num_readers: Sequence[int], speeds: Sequence[float], sizes: list[int]
+) -> tuple[list[int], list[list[int]]]:
+    """Of each group the size of its micro-batches, and the samples of each of its data ranks. `sizes`: what
+    each group has memory for."""
+    batch, whole, unit = global_batch(spec), sum(num_readers), 1
+    if not _may_differ(spec):
+        sizes = [min(sizes)] * len(sizes)
+    if _moves_whole(spec):
+        unit = _unit(batch, whole, min(sizes))
+        sizes = [unit] * len(sizes)
+    of_each = [speed for speed, number in zip(speeds, num_readers, strict=True) for _ in range(number)]
+    counts = [unit * (stop - start) for start, stop in pairwise(bounds(batch // unit, whole, of_each))]
+    ends = accumulate(num_readers, initial=0)
+    return sizes, [counts[first:end] for first, end in pairwise(ends)]
 
 
 def _sample_seconds(hardware: Hardware, each: Sequence[_Way]) -> list[float]:
