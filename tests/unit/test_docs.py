@@ -3,6 +3,7 @@ they show of a pipeline's file."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import yaml
 
 import mlpipe
 from mlpipe._core.errors import MlpipeError
-from mlpipe.cli.app import LazyGroup
+from mlpipe.cli.app import VERBS, LazyGroup
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.spec.model import Pipeline
 
@@ -90,6 +91,24 @@ def test_what_is_called_is_there(page: Path) -> None:
                 problems.append(f"mlpipe {call}: {problem}")
         problems += [f"make {name}" for name in re.findall(r"^make ([a-z-]+)", line) if name not in targets]
     assert problems == []
+
+
+def test_what_an_error_says_to_call_is_there() -> None:
+    """Fails where a verb or an option that a hint, a note or a docstring names is renamed."""
+
+    def texts(source: str) -> Iterator[str]:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else " X " for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+    verbs = "|".join(VERBS)
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    said = {text for source in sources if "mlpipe " in source for text in texts(source)}
+    calls = {call for text in said for call in re.findall(rf"\bmlpipe ((?:{verbs})\b[^\n`'|;,:.()]*)", text)}
+    assert len(calls) > 100
+    assert [f"{call}: {problem}" for call in sorted(calls) if (problem := _unknown(call.split()))] == []
 
 
 @PAGE
