@@ -8,6 +8,7 @@ files and options give the same bytes.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,11 +87,39 @@ def build_corpus(
     train, validation = _split(_find(source, max_bytes, seed, out.resolve()), validation_fraction)
     _say(f"{len(train) + len(validation)} documents, {format_bytes(_size(train) + _size(validation))}")
     out.mkdir(parents=True, exist_ok=True)
-    (out / MANIFEST).unlink(missing_ok=True)  # whoever reads a half-written folder finds no manifest
+    with _alone(out):
+        size = vocab_size if tokenizer_kind == "bpe" else MIN_VOCAB_SIZE
+        return _write(out, train, validation, size, shard_bytes)
 
-    tokenizer = train_tokenizer(
-        _head(train, _TOKENIZER_BYTES), vocab_size if tokenizer_kind == "bpe" else MIN_VOCAB_SIZE
-    )
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """One process at a time writes into the folder: of two the one's tokens would stand beside the other's
+    tokenizer. Raises TrainError (input)."""
+    folder = os.open(out, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise TrainError(
+            "another mlpipe-corpus is writing into this folder",
+            where=str(out),
+            hint="wait for it, or give another --out",
+            kind="input",
+        ) from None
+    except OSError:
+        pass  # a file system whose folders cannot be locked, as some of the network
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
+def _write(
+    out: Path, train: list[Document], validation: list[Document], vocab_size: int, shard_bytes: int | None
+) -> dict[str, Split]:
+    (out / MANIFEST).unlink(missing_ok=True)  # whoever reads a half-written folder finds no manifest
+    tokenizer = train_tokenizer(_head(train, _TOKENIZER_BYTES), vocab_size)
     tokenizer.save(str(out / "tokenizer.json"))
     _say(f"tokenizer of {tokenizer.get_vocab_size()} tokens")
     tokenizer.encode_special_tokens = True  # a document that spells END_OF_TEXT does not end there

@@ -125,6 +125,24 @@ def test_whoever_has_opened_a_file_that_is_written_anew_reads_on_in_it(tmp_path,
         verify(open_folder(out))
 
 
+def test_two_do_not_write_into_one_folder_at_once(tmp_path, source, monkeypatch, capsys):
+    """The one's tokens stood beside the other's tokenizer."""
+    out, codes, real = tmp_path / "out", [], corpus._encode
+    argv = ["--out", str(out), "--source", str(source), "--vocab-size", "300"]
+
+    def encode(*args):
+        codes.append(corpus.main([*argv, "--seed", "1"]))
+        return real(*args)
+
+    monkeypatch.setattr(corpus, "_encode", encode)
+    assert corpus.main(argv) == 0
+    assert codes == [2, 2]
+    assert "another mlpipe-corpus is writing into this folder" in capsys.readouterr().err
+    verify(open_folder(out))
+    monkeypatch.setattr(corpus, "_encode", real)
+    assert corpus.main([*argv, "--seed", "1"]) == 0
+
+
 def test_an_interrupted_rewrite_leaves_no_manifest(tmp_path, source, monkeypatch):
     out = tmp_path / "out"
     corpus.build_corpus(out, source=source, vocab_size=300)
