@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -65,13 +65,26 @@ def last_words(store: Store, run: RunState) -> str:
                 return ""
             file.seek(max(0, about.st_size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
-        is_full = shutil.disk_usage(log).free < _TAIL_BYTES
+        is_full = _is_full(log.parent)
     except OSError:
         return ""
     _, error, words = text.rpartition("error: ")
     if error and all(line.startswith(" ") for line in words.splitlines()[1:]):  # with its hint
         return words.strip()
-    return f"no space is left on the disk of {store.url}" if is_full else ""
+    return f"no space, or no quota, is left on the disk of {store.url}" if is_full else ""
+
+
+def _is_full(folder: Path) -> bool:
+    """For this user, whose quota may be used up though the disk has room."""
+    import tempfile  # of drivers that have ended
+
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(_TAIL_BYTES))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return False
 
 
 def _open_log(path: Path) -> int:

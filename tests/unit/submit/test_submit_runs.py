@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -487,25 +488,32 @@ def test_who_submits_a_run_second_at_once_leaves_it_to_the_first(tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("said", "free", "words"),
+    ("said", "fault", "words"),
     [
-        ("", 0, " (no space is left on the disk of {store})"),
-        ("Traceback (most recent call l", 0, " (no space is left on the disk of {store})"),
+        ("", errno.ENOSPC, " (no space, or no quota, is left on the disk of {store})"),
+        (
+            "Traceback (most recent call l",
+            errno.EDQUOT,
+            " (no space, or no quota, is left on the disk of {store})",
+        ),
         (
             "error: one\nsteps\nerror: run.json: no space left\n  hint: free some\n",
-            0,
+            errno.ENOSPC,
             " (run.json: no space left)",
         ),
-        ("error: one\nsteps\n", 10**9, ""),  # it was killed
+        ("error: one\nsteps\n", errno.EACCES, ""),  # it was killed
+        ("error: one\nsteps\n", None, ""),
     ],
 )
-def test_why_a_driver_has_ended_is_said(tmp_path, monkeypatch, said, free, words):
+def test_why_a_driver_has_ended_is_said(tmp_path, monkeypatch, said, fault, words):
     """Of a full disk `submit` said that there is a bug, or nothing, and `status` that nobody drives it."""
     store = FolderStore(tmp_path / "store")
     runs.create_run(store, "r", "version: 1\n", "d", ["a"], "local", {"folder": str(tmp_path)})
     script = ["sh", "-c", f"printf '{said}'; exit 4"]
     monkeypatch.setattr(detach, "driver_argv", lambda *_, seen: script)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    if fault is not None:
+        refused = mock.Mock(side_effect=OSError(fault, os.strerror(fault)))
+        monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     words = words.format(store=store.url)
     with pytest.raises(SubmitError, match="the driver ended at once: ") as caught:
         detach.detach(store, "r")
