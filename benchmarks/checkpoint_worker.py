@@ -31,6 +31,7 @@ from mlpipe.train.outcome import Outcome
 from mlpipe.train.session import Session
 
 _QUIET_STEPS = 2  # before and after a save
+_PAUSE_SECONDS = 0.25  # between steps beside a first save: a process that starts gets the cores
 
 
 class Mlpipe:
@@ -129,7 +130,7 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sides["DCP default"].state.values())
     saves = {name: window(side, made, size_bytes / 2**30) for name, side in sides.items()}
     for save in saves.values():  # the first save of each makes its buffers and processes: not counted
-        save()
+        save(_PAUSE_SECONDS)
     found = rounds(saves, asked["rounds"])
     if session.rank == 0:
         answer = {"rounds": found, "gib": size_bytes / 2**30}
@@ -140,7 +141,7 @@ def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
     return Outcome("done", made.position.step, session.rank, time=time.time())
 
 
-def window(side: Mlpipe | Dcp, made: loop.Loop, gib: float) -> Callable[[], Figures]:
+def window(side: Mlpipe | Dcp, made: loop.Loop, gib: float) -> Callable[..., Figures]:
     def quiet() -> list[float]:
         found = []
         for _ in range(_QUIET_STEPS):
@@ -150,7 +151,7 @@ def window(side: Mlpipe | Dcp, made: loop.Loop, gib: float) -> Callable[[], Figu
             found.append(time.perf_counter() - began)
         return found
 
-    def run() -> Figures:
+    def run(pause: float = 0.0) -> Figures:
         dist.barrier()
         usual = quiet()
         began = time.perf_counter()
@@ -158,6 +159,7 @@ def window(side: Mlpipe | Dcp, made: loop.Loop, gib: float) -> Callable[[], Figu
         num_steps, ended = 0, False
         while not ended:
             made.step()
+            time.sleep(pause)
             ended = everyone(side.done())
             num_steps += 1
         spent = time.perf_counter() - began

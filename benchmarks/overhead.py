@@ -36,7 +36,7 @@ def main() -> int:
     if arguments.quick:
         arguments.rounds, arguments.steps = 1, 1
         arguments.only = arguments.only or ["ddp-fp32", "fsdp-bf16"]
-        overrides |= {"data__batch_size": 2, "model__seq_len": 32}
+        overrides |= {"data__batch_size": 2, "model__seq_len": 32, "model__dim": 64, "model__num_layers": 1}
     load_before = os.getloadavg()[0]
     figures = []
     launcher_cores = {}

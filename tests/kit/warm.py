@@ -75,6 +75,8 @@ _PEAK_SECONDS = 0.03  # of each rank's first step, for an MFU that no test belie
 _PADDING = 16_384  # bytes that /proc/PID/cmdline and environ may show
 _PR_SET_NAME = 15
 _CLONE_NEWNET = 0x40000000
+# of torchrun, which has the class by a name of its own
+_HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 
 
 @dataclass(frozen=True)
@@ -417,6 +419,8 @@ def become(asked: _Asked, fds: Iterable[int], begun: socket.socket | None = None
     sys.stderr.reconfigure(line_buffering=True, write_through=at_once)
     sys.argv = list(asked.argv[asked.argv.index("-m") + 1 :])
     subprocess.Popen = _Inside  # type: ignore[misc]
+    if handler := sys.modules.get(_HANDLER):
+        vars(handler)["Popen"] = _Inside
     sitecustomize.shorten()
     if begun:
         begun.sendall(struct.pack("!i", os.getpid()))
@@ -486,6 +490,8 @@ class _Inside(_Warm):
     def _execute_child(self, *given: Any) -> None:
         call = _call(self, *given)
         argv = call["args"]
+        if isinstance(argv, tuple):  # torchrun's
+            argv = list(argv)
         if isinstance(argv, list) and argv[:3] == _MODULE and argv[3] in _OF_LAUNCHER:
             if "torch" in sys.modules and len(os.listdir("/proc/self/task")) == 1:
                 self._fork(call)
@@ -512,10 +518,13 @@ class _Inside(_Warm):
 def _kind_of(
     argv: list[str], env: dict[str, str]
 ) -> tuple[str, list[str], dict[str, str], tuple[int, int] | None] | None:
-    """Of a driver, or of what runs a stage by its plan, started by a driver's child.py, by the supervisor of
-    replicas or on a rented machine: the kind of its server, its argv and environment, whom it dies with."""
+    """Of a driver, of a benchmark's rank that torch's own torchrun starts, or of what runs a stage by its
+    plan, started by a driver's child.py, by the supervisor of replicas or on a rented machine: the kind of
+    its server, its argv and environment, whom it dies with."""
     if argv[:4] == [*_MODULE, "mlpipe.cli"]:
         return "cli", argv, env, None
+    if argv[1:3] == ["-u", "-m"] and argv[3].startswith("benchmarks."):
+        return "torchrun", argv, env, (os.getpid(), int(signal.SIGKILL))
     dies_with = None
     if argv[1:3] == ["-I", "-S"] and argv[3].endswith("mlpipe/submit/child.py"):
         dies_with, argv = (int(argv[4]), int(argv[5])), argv[6:]

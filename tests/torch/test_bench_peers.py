@@ -24,12 +24,13 @@ ROOT = Path(__file__).parents[2]
 def test_a_validated_checkpoint_of_each_side_is_found_and_its_lines_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Both sides are forks of processes that have imported torch."""
+    """Both sides, and ranks of both, are forks of processes that have imported torch."""
 
     def run(argv: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
         ours = Path(argv[0]).name == "mlpipe"
         argv = [sys.executable, "-m", "mlpipe.cli", *argv[1:]] if ours else argv
-        kind, env = ("cli", {**env, "KIT_WARM": "1"}) if ours else ("torchrun", env)
+        kind = "cli" if ours else "torchrun"
+        env |= {"KIT_WARM": "1"}
         with (tmp_path / "output").open("w+") as output:
             with Popen(kind, argv, cwd=ROOT, env=env, stdout=output, stderr=output) as side:
                 code = side.wait(600)
@@ -48,11 +49,12 @@ def test_a_validated_checkpoint_of_each_side_is_found_and_its_lines_are_counted(
 
 
 def test_sides_take_turns_on_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Both torchruns are forks of a process that has imported torch."""
+    """Both torchruns, and ranks of both, are forks of a process that has imported torch."""
     warm = SimpleNamespace(
         Popen=partial(Popen, "torchrun"), DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT
     )
     monkeypatch.setattr(sides, "subprocess", warm)
+    monkeypatch.setenv("KIT_WARM", "1")
     argv = ["rates", "same", "--quick", "--peers", "raw_ddp", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
     before = signal.getsignal(signal.SIGTERM)

@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.plans import write_tokens
 from kit.warm import Popen
 
 from benchmarks import (
@@ -40,7 +41,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the benchmarks start begins as a fork of a process that has imported torch."""
+    """What the benchmarks start begins as a fork of a process that has imported torch; tokens are at hand."""
+
+    def tokens(folder: Path, *, vocab_size: int) -> Path:
+        return write_tokens(folder / "corpus", vocab_size=vocab_size)
 
     def launched(argv: list[str], timeout: float, env: dict[str, str], **options: Any) -> Any:
         env = env | {"OMP_NUM_THREADS": "1"}
@@ -51,6 +55,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
         name, python, *rest = argv[argv.index("exec") + 1 :]
         return Popen("ranks", [python, "-m", "kit.in_netns", name, *rest[1:]], cwd=ROOT, **options)
 
+    monkeypatch.setattr(launch, "corpus", tokens)
     streams = {"DEVNULL": subprocess.DEVNULL, "PIPE": subprocess.PIPE}
     monkeypatch.setattr(launch, "subprocess", SimpleNamespace(run=launched, **streams))
     monkeypatch.setattr(links, "subprocess", SimpleNamespace(run=subprocess.run, Popen=linked, **streams))
