@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pickle
 import secrets
 import shutil
 import sys
@@ -17,11 +19,19 @@ from kit.place import BUCKET, Place
 from kit.undisturbed import Hold, Undisturbed
 
 
-@pytest.fixture(autouse=True)
-def _claims(tmp_path_factory, monkeypatch):
-    """All processes of the session see who has which run."""
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """A folder of all processes of the session."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "run-ids"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cluster-ring"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _claims(shared, monkeypatch):
+    """All processes of the session see who has which run."""
+    folder = shared / "run-ids"
     folder.mkdir(exist_ok=True)
     monkeypatch.setattr(run_ids, "folder", folder)
 
@@ -94,5 +104,13 @@ def hold():
 
 
 @pytest.fixture(scope="session")
-def undisturbed(place, hold, tmp_path_factory):
-    return Undisturbed(tmp_path_factory.mktemp("local"), place.spec("everywhere", model=hold.model))
+def undisturbed(place, hold, shared, tmp_path_factory):
+    """The first process that asks trains it; the others wait, and have a file of their own."""
+    spec, kept = place.spec("everywhere", model=hold.model), shared / "undisturbed"
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            kept.write_bytes(pickle.dumps(Undisturbed(tmp_path_factory.mktemp("local"), spec)))
+    one: Undisturbed = pickle.loads(kept.read_bytes())
+    one.spec = spec
+    return one
