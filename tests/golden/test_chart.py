@@ -481,6 +481,7 @@ def test_notes_say_what_is_left_to_do():
     text = notes()
     assert "pod-security.kubernetes.io/enforce=restricted" in text
     assert "--role=mlpipe-submitter" in text
+    assert "set-context --current --namespace=mlpipe\n" in text
     assert "This cluster has no JobSet" in text
     assert "mlpipe-submitter" not in notes("--values", str(CHART / "ci" / "minimal-values.yaml"))
 
