@@ -69,13 +69,15 @@ def test_saved_activations(preset: str, precision: Precision) -> None:
     assert total(Dense(config).activations(step, "cpu").saved) == pytest.approx(seen, rel=0.05)
 
 
-def alive(config: LlamaConfig, mode: Any, loss: str, tokens: int, accumulation: int) -> int:
-    """Bytes at the peak of so many micro-batches in bf16, without weights."""
+def alive(
+    config: LlamaConfig, precision: Precision, mode: Any, loss: str, tokens: int, accumulation: int
+) -> int:
+    """Bytes at the peak of so many micro-batches, without weights."""
     model = build_model(**asdict(config))
     model.init_weights()
     if mode != "none":
         checkpoint_activations(list(model.layers), mode)
-    module = LossModule(model, "cpu", "bf16")
+    module = LossModule(model, "cpu", precision)
     module.head_loss = head_cross_entropy_sum if loss == "fused" else None
     ids = torch.zeros((1, tokens), dtype=torch.int64)
     with _Meter([*module.parameters(), *module.buffers(), ids]) as meter:
@@ -85,26 +87,32 @@ def alive(config: LlamaConfig, mode: Any, loss: str, tokens: int, accumulation: 
 
 
 MANY, WIDE = {"num_layers": 8, "vocab_size": 512}, {"num_layers": 16, "vocab_size": 8192}
+TIED, FREE = ({"num_layers": 2, "vocab_size": 8192, "tied": tied} for tied in (True, False))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "mode", "loss", "tokens", "accumulation"),
+    ("sizes", "precision", "mode", "loss", "tokens", "accumulation"),
     [
-        (MANY, "full", "logits", 32, 1),  # gradients, with the copies of one block
-        (MANY, "full", "logits", 32, 2),  # the end of a forward pass, with all copies
-        (MANY, "selective", "logits", 32, 2),
-        (WIDE, "full", "logits", 512, 1),  # the loss
-        (WIDE, "full", "fused", 512, 1),
-        (MANY, "none", "logits", 32, 2),
+        (MANY, "bf16", "full", "logits", 32, 1),  # gradients, with the copies of one block
+        (MANY, "bf16", "full", "logits", 32, 2),  # the end of a forward pass, with all copies
+        (MANY, "bf16", "selective", "logits", 32, 2),
+        (WIDE, "bf16", "full", "logits", 512, 1),  # the loss
+        (WIDE, "fp32", "full", "fused", 512, 1),
+        (MANY, "bf16", "none", "logits", 32, 2),
+        (FREE, "bf16", "none", "logits", 4, 1),  # gradients, with the copies of one block
+        (FREE, "bf16", "none", "logits", 256, 1),  # the loss, with no copy of the embedding
+        (FREE, "fp32", "none", "logits", 4, 2),  # the gradient of the head, beside all others
+        (TIED, "fp32", "none", "logits", 4, 1),  # that of the embedding is added to it, and the sum
+        (TIED, "fp32", "full", "logits", 4, 2),
     ],
 )
-def test_copies_of_weights_are_counted_while_they_are_alive(
-    sizes: dict[str, int], mode: Any, loss: str, tokens: int, accumulation: int
+def test_what_passes_make_is_counted_while_it_is_alive(
+    sizes: dict[str, Any], precision: Precision, mode: Any, loss: str, tokens: int, accumulation: int
 ) -> None:
-    """Autocast has them in the forward pass, and autograd those of what is not recomputed until its backward
-    pass."""
+    """Autocast has copies of weights in the forward pass, and autograd those of what is not recomputed until
+    its backward pass."""
     config = replace(PRESETS["llama-1m"], **sizes)
-    step = StepShape(tokens, 1, accumulation, "bf16", mode, compiled=False, fused_head=loss == "fused")
+    step = StepShape(tokens, 1, accumulation, precision, mode, compiled=False, fused_head=loss == "fused")
     shape = Dense(config)
     cost = OptimizerCost(0)
     work = RankWork(
@@ -112,4 +120,4 @@ def test_copies_of_weights_are_counted_while_they_are_alive(
     )
     tensors = rank_tensors(work)
     expected = tensors.peak - total(tensors.parameters) - total(tensors.optimizer)
-    assert alive(config, mode, loss, tokens, accumulation) == pytest.approx(expected, rel=0.06)
+    assert alive(config, precision, mode, loss, tokens, accumulation) == pytest.approx(expected, rel=0.06)

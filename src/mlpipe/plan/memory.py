@@ -67,15 +67,21 @@ def rank_tensors(work: RankWork, alone: RankTensors | None = None) -> RankTensor
 
 
 def whole(work: RankWork) -> RankTensors:
-    """Of a rank that is alone, whatever the layout. Gradients that are not accumulated come to life in the
-    backward pass, as the activations die, all but the last that is rebuilt."""
+    """Of a rank that is alone, whatever the layout. The fullest moments are the end of the forward pass; the
+    loss, the gradient of the head's weights, or the backward pass of the last block; and the end of the
+    backward pass. Gradients that are not accumulated come to life as the activations die, all but the last
+    that is rebuilt. That of a head which is the embedding waits for the embedding's."""
     parameters, activations = work.parameters, work.activations
     width = COMPUTE_BYTES[work.step.precision]
     copies = parameters.cast(1, width) if width < WEIGHT_BYTES else ()
     gradients = parameters.trained.sharded(1, GRADIENT_BYTES)
     held, rebuilt = work.held_bytes, work.rebuilt_bytes
-    forward, backward, buffers = _copied(work, total(copies))
-    moments = (forward, Moment(buffers + held), Moment(backward + total(gradients) + rebuilt))
+    forward, backward, buffers = _copied(work, max(0, total(copies) - width * parameters.looked_up))
+    head, tied = activations.head_gradient_bytes, activations.tied_bytes
+    waits = head if tied else 0
+    at_head = 0 if work.step.fused_head else activations.kept_logit_bytes + head
+    most = max(held, total(activations.saved) + max(at_head, rebuilt + waits))
+    end = backward + total(gradients) + max(rebuilt, tied)
     tensors = RankTensors(
         parameters=parameters.held(1, WEIGHT_BYTES),
         gradients=gradients,
@@ -87,26 +93,29 @@ def whole(work: RankWork) -> RankTensors:
         activation_bytes=held - activations.logit_bytes,
         logit_bytes=activations.logit_bytes,
         buffers=buffers,
-        moments=moments,
+        moments=(forward, Moment(buffers + most), Moment(end)),
+        waits=waits,
     )
     return tensors.keeping_gradients() if work.step.accumulation > 1 else tensors
 
 
 def _copied(work: RankWork, in_all: int) -> tuple[Moment, int, int]:
     """Autocast keeps its copies of the weights, `in_all` bytes, until the forward pass ends (of frozen ones
-    those of a block), and autograd those of what is not recomputed, whose backward pass casts anew, block by
-    block. The end of the forward
-    pass, with them all; then bytes of the copies when all gradients are there, and at the loss. A loss in one
-    with the head is within the forward pass, that of a model that was traced may be."""
+    those of a block), and autograd each until its backward pass, of what is recomputed, which casts anew,
+    while a block is. The end of the forward pass, with them all; then bytes of the copies when all gradients
+    are there, which are a block's, and at the loss. A loss in one with the head is within the forward pass,
+    that of a model that was traced may be."""
     parameters, activations = work.parameters, work.activations
-    if work.step.checkpointing == "none":
-        return Moment(0), in_all, in_all
-    outside = COMPUTE_BYTES[work.step.precision] * parameters.outside if in_all else 0
+    width = COMPUTE_BYTES[work.step.precision]
+    outside = width * (parameters.outside - parameters.looked_up) if in_all else 0
     block = (in_all - outside) // max(1, parameters.num_blocks)
+    if work.step.checkpointing == "none":
+        return Moment(0), block, in_all
     loss_bytes = activations.kept_logit_bytes
     if work.step.fused_head or not activations.logit_bytes:
         loss_bytes = work.held_bytes - total(activations.saved)
-    kept = total(parameters.trained.cast(1, COMPUTE_BYTES[work.step.precision])) if in_all else 0
+    trained = parameters.trained
+    kept = total(trained.cast(1, width)) - width * trained.looked_up if in_all else 0
     cast = min(in_all, kept + block)
     return Moment(cast + total(activations.saved) + loss_bytes), block, max(outside, block)
 

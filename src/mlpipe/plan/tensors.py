@@ -50,7 +50,7 @@ class RankTensors(NamedTuple):
     `saved`: activations that autograd keeps for the backward pass. `rebuilt`: those that recomputation brings
     back, a block at a time. `copies`: of the weights, made and freed in every step, not all alive at once.
     `buffers`: bytes at the peak of these copies and of communication. `moments`: the fullest ones of a
-    step."""
+    step. `waits`: of a gradient that waits for another one to be added to it."""
 
     parameters: Group
     gradients: Group
@@ -63,12 +63,15 @@ class RankTensors(NamedTuple):
     logit_bytes: int
     buffers: int
     moments: tuple[Moment, ...]
+    waits: int = 0
 
     def keeping_gradients(self) -> "RankTensors":
-        """Whose gradients live from the first step on, and do not come to life as the activations die: of the
-        moments of a rank that is alone then the last one is not the fullest."""
-        moments = (one._replace(alive=one.alive + total(self.gradients)) for one in self.moments[:2])
-        return self._replace(moments=tuple(moments))
+        """Whose gradients live from the first step on, and do not come to life as the activations die; one
+        that waits then does so beside them."""
+        gradients = total(self.gradients)
+        more = (gradients, gradients, self.waits)
+        moments = zip(self.moments, more, strict=True)
+        return self._replace(moments=tuple(one._replace(alive=one.alive + num) for one, num in moments))
 
     @property
     def peak(self) -> int:

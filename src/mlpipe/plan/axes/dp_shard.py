@@ -86,9 +86,9 @@ def _scaled(group: Group, ratio: float) -> Group:
 
 
 def _one_after_another(tensors: RankTensors, work: RankWork) -> tuple[Moment, ...]:
-    """Where nothing runs ahead the peak is that of one of four moments: the loss, with the buffer of the last
-    gathering; the backward pass of the last block; the reduction of its gradients, and of those that are
-    outside the blocks."""
+    """Where nothing runs ahead the peak is that of one of five moments: the loss, with the buffer of the last
+    gathering; the backward pass of the last block; the reduction of its gradients; the sum of those of a head
+    that is the embedding; and the reduction of those that are outside the blocks."""
     parameters, unsent, saved = work.parameters, total(tensors.unsent), total(tensors.saved)
     absent, absent_trained = _absent_experts(work)
     width, block, outside = COMPUTE_BYTES[work.step.precision], parameters.block - absent, parameters.outside
@@ -110,6 +110,7 @@ def _one_after_another(tensors: RankTensors, work: RankWork) -> tuple[Moment, ..
             unsent + earlier + whole + current + 2 * GRADIENT_BYTES * reduced,
             reduce_scattered=GRADIENT_BYTES * reduced,
         ),
+        Moment(unsent + total(tensors.gradients) + whole + work.activations.tied_bytes),
         Moment(
             unsent + total(tensors.gradients) + whole + GRADIENT_BYTES * reduced_outside,
             reduce_scattered=GRADIENT_BYTES * reduced_outside,

@@ -14,7 +14,7 @@ from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.recomputation import keeps_matmul, recomputed_matmuls, recomputes_attention
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, Part, PassSeconds, StepShape
 from mlpipe.plan.sizes import HEAD_CHUNK_ELEMENTS, LOSS_CHUNK_ELEMENTS
-from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors, total
+from mlpipe.plan.tensors import COMPUTE_BYTES, GRADIENT_BYTES, WEIGHT_BYTES, Tensors, total
 
 _KERNELS_FORWARD = 45  # of a block in eager mode
 # Read and written for each number rounded to float8, by the kernels of `train/parallel/float8.py`: the
@@ -53,6 +53,7 @@ class Dense:
             tuple(config.tensors()),
             tuple(config.block_matrices()),
             stacks=stacks(config, config.named_tensors()),
+            looked_up=0 if config.tied else config.num_embedding_params(),
         )
 
     @property
@@ -93,7 +94,9 @@ class Dense:
         """With attention that stores no T x T matrix. Logits and their gradient lie in the compute dtype, and
         besides the fp32 log-probabilities of the chunk that `train/loss.py` works on.
         With `loss: fused` they are never whole: what is kept are the gradients of the head's input and of its
-        weights, under bf16 and fp16 beside a chunk's product before it is added to these.
+        weights, under bf16 and fp16 beside a chunk's product before it is added to these, of which a CPU
+        makes an fp32 copy for that. The gradient of a tied head waits for the embedding's, and autograd adds
+        them up in the place of the first, but of fp32 logits in a third tensor (measured with torch 2.15).
         `adapted`: norms and head are not trained, and keep nothing for gradients of their own."""
         config, mode, width = self.config, step.checkpointing, COMPUTE_BYTES[step.precision]
         part, num_blocks = step.part, self._num_blocks(step.part)
@@ -115,8 +118,12 @@ class Dense:
             kept_logits = config.dim * (width * step.num_tokens + 4 * config.vocab_size)
             chunk, low = min(num_logits, HEAD_CHUNK_ELEMENTS[device]), width < 4
             losses = (width + 4) * chunk
-            products = 4 * chunk + low * width * (chunk + config.dim * config.vocab_size)
+            summed = width + (4 if device == "cpu" else 0)
+            products = 4 * chunk + low * (width * chunk + summed * config.dim * config.vocab_size)
             logit_bytes = kept_logits + max(losses, products)
+        head = 0 if adapted else GRADIENT_BYTES * part.is_last * config.num_embedding_params() // part.tp
+        in_place = step.fused_head or width < WEIGHT_BYTES
+        tied = config.tied and part.is_first
         made = [(num_blocks * number, size) for number, size in self._made(step)]
         inputs, away = num_blocks, 0
         if step.offloads and mode != "none":
@@ -141,6 +148,8 @@ class Dense:
             offloaded_bytes=total(_tensors(step, [(away, block[0])])),
             kept_logit_bytes=kept_logits,
             put_off_bytes=0 if adapted else self._put_off_bytes(step),
+            head_gradient_bytes=head,
+            tied_bytes=head * tied * (1 if in_place else 2),
         )
 
     def _put_off_bytes(self, step: StepShape) -> int:

@@ -78,7 +78,15 @@ class Frozen:
         return self.whole.flops_per_token(seq_len)
 
     def activations(self, step: StepShape, device: str) -> Activations:
-        return self.whole.activations(step, device)
+        activations = self.whole.activations(step, device)
+        if self._trains_head:
+            return activations
+        return activations._replace(head_gradient_bytes=0, tied_bytes=0)
+
+    @cached_property
+    def _trains_head(self) -> bool:
+        head = "embed_tokens.weight" if self.whole.config.tied else "lm_head.weight"
+        return any(one.name == head for one in self.trained)
 
     def pass_seconds(self, step: StepShape, kernels: Kernels) -> PassSeconds:
         """A backward pass goes down to the lowest parameter that is trained; of a frozen matrix it has one
@@ -95,9 +103,8 @@ class Frozen:
         names = {one.name for one in self.trained}
         head = seconds.backward_outside - self.whole.embedding_seconds(step, kernels)
         has_table = "embed_tokens.weight" in names
-        has_head = has_table if config.tied else "lm_head.weight" in names
         below = lowest < config.num_layers or "norm.weight" in names
-        outside = head * (below + has_head) / 2 + (seconds.backward_outside - head) * has_table
+        outside = head * (below + self._trains_head) / 2 + (seconds.backward_outside - head) * has_table
         return seconds._replace(backward_block=block, backward_outside=outside)
 
 

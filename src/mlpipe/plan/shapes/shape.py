@@ -39,7 +39,8 @@ class ParameterCounts(NamedTuple):
     pipeline whose stages are of no equal blocks. `quantized`: of the tensors those that are kept in few bits,
     equally many in each block: rows, parameters a row, bytes a row, and their number. `stacks`: of the
     blocks' matrices those that are several, one below the other: rows, parameters a row, how many such
-    tensors there are, and matrices in each."""
+    tensors there are, and matrices in each. `looked_up`: of an embedding that is no head, which no product
+    reads."""
 
     total: int
     block: int
@@ -52,6 +53,7 @@ class ParameterCounts(NamedTuple):
     by_rank: tuple["ParameterCounts", ...] = ()
     quantized: tuple[tuple[int, int, int, int], ...] = ()
     stacks: tuple[tuple[int, int, int, int], ...] = ()
+    looked_up: int = 0
 
     @property
     def trained(self) -> "ParameterCounts":
@@ -138,6 +140,7 @@ def _of_part(whole: ParameterCounts, part: Part) -> "ParameterCounts":
         matrices,
         trained_only=None if whole.trained_only is None else _trained_of_part(whole.trained_only, part),
         stacks=stacks,
+        looked_up=-(-whole.looked_up // part.tp) * part.is_first,
     )
 
 
@@ -217,7 +220,9 @@ class Activations(NamedTuple):
     `offloaded_bytes`: of each block but the last, what waits on the host, and is not among the saved on a
     GPU. `kept_logit_bytes`: of `logit_bytes` the gradient of the logits, which stays until the backward pass.
     `put_off_bytes`: what stays behind a backward pass that puts off the gradients of the weights of linear
-    layers, their inputs and the gradients of what they gave."""
+    layers, their inputs and the gradients of what they gave. `head_gradient_bytes`: of the head's weights,
+    made while all that is saved is there. `tied_bytes`: of a head that is the embedding, what its gradient
+    takes besides when the embedding's is added to it."""
 
     saved: Group
     rebuilt: Group
@@ -227,6 +232,8 @@ class Activations(NamedTuple):
     offloaded_bytes: int = 0
     kept_logit_bytes: int = 0
     put_off_bytes: int = 0
+    head_gradient_bytes: int = 0
+    tied_bytes: int = 0
 
 
 class PassSeconds(NamedTuple):
