@@ -63,6 +63,7 @@ def command(
         from mlpipe.cli import plan_trace
 
         tracer = plan_trace.traced
+    asked = _Asked(explain, nodes, groups, budget_usd, deadline)
     documents, texts, network = [], [], None
     if pipeline.network is not None:
         from mlpipe.spec.network import origin  # of few files
@@ -80,7 +81,7 @@ def command(
                 "strategies": to_plain(candidates),
                 "plan": plan.to_plain(),
             }
-        if where.groups and (nodes or groups or budget_usd is not None or deadline):
+        if where.groups and asked.is_of_one_class:
             raise PlanError(
                 "--nodes, --groups, --budget-usd and --deadline are of machines of one class",
                 where=f"stage {name!r}",
@@ -101,8 +102,7 @@ def command(
             document["model"] = shape.words
             lines.append(f"  figures of {plan.work.training.model.build.entry}: {shape.words}")
             lines += _stages(pipeline, planned, document)
-        if candidates and (explain or nodes or groups or budget_usd is not None or deadline):
-            asked = _Asked(explain, nodes, groups, budget_usd, deadline)
+        if candidates and (explain or asked.is_of_one_class):
             lines += _more(pipeline, planned, asked, document)
         documents.append(document)
         texts.append("\n".join([f"{click.style(name, bold=True)} ({plan.kind})", *lines]))
@@ -163,6 +163,11 @@ class _Asked(NamedTuple):
     groups: str | None
     budget_usd: float | None
     deadline: str | None
+
+    @property
+    def is_of_one_class(self) -> bool:
+        """Whether any is given that has no meaning on machines that differ."""
+        return bool(self.nodes or self.groups or self.budget_usd is not None or self.deadline)
 
 
 def _more(pipeline: Pipeline, planned: StagePlan, asked: _Asked, document: dict[str, Any]) -> list[str]:

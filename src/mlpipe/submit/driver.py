@@ -114,25 +114,35 @@ def drive(
             if look is not None:
                 look()
 
-        hardware: Callable[[Pipeline, str], Hardware] = backend.hardware
-        executor = backend.executor(store, former, lease.holder)
-        if not (backend.outlives_driver or backend.trains_elsewhere) and knows_machine():
-            from mlpipe.submit import measuring
-            from mlpipe.submit.process_executor import ProcessExecutor
-
-            hardware, standbys = held.enter_context(measuring.beside(pipeline, former, hardware, note))
-            if isinstance(executor, ProcessExecutor):
-                executor.standbys = standbys
-        runner = DagRunner(
-            Drive(store, run_id, lease.holder, scratch, stop, alive, watch, backend.outlives_driver),
-            planning.needs(pipeline),
-            planning.planner(store, run_id, pipeline, hardware, fetch=not backend.outlives_driver),
-            executor,
-        )
+        walk = Drive(store, run_id, lease.holder, scratch, stop, alive, watch, backend.outlives_driver)
+        runner = _runner(walk, backend, pipeline, former, held, note)
         try:
             return runner.run(only_wanted=only is not None)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _runner(
+    walk: Drive,
+    backend: Backend,
+    pipeline: Pipeline,
+    former: RunState,
+    held: contextlib.ExitStack,
+    note: Callable[[str], None],
+) -> DagRunner:
+    """Where trainings run on this machine, it is measured beside the first stages, until `held` is left."""
+    hardware: Callable[[Pipeline, str], Hardware] = backend.hardware
+    executor = backend.executor(walk.store, former, walk.holder)
+    if not (backend.outlives_driver or backend.trains_elsewhere) and knows_machine():
+        from mlpipe.submit import measuring
+        from mlpipe.submit.process_executor import ProcessExecutor
+
+        hardware, standbys = held.enter_context(measuring.beside(pipeline, former, hardware, note))
+        if isinstance(executor, ProcessExecutor):
+            executor.standbys = standbys
+    fetch = not backend.outlives_driver
+    planner = planning.planner(walk.store, walk.run_id, pipeline, hardware, fetch=fetch)
+    return DagRunner(walk, planning.needs(pipeline), planner, executor)
 
 
 def _lease(store: Store, run_id: str, backend: Backend, note: Callable[[str], None]) -> HeldLease:
