@@ -60,6 +60,10 @@ _WORDS = {
     "NoSuchBucket": ("there is no such bucket", "create it, or check the store's URL"),
     "PermanentRedirect": ("the bucket is in another region", "check AWS_REGION and AWS_ENDPOINT_URL_S3"),
     "QuotaExceeded": ("the bucket's quota is used up", "prune checkpoints or raise the quota"),
+    "XMinioAdminBucketQuotaExceeded": (  # MinIO's name for it
+        "the bucket's quota is used up",
+        "prune checkpoints or raise the quota",
+    ),
     "XMinioStorageFull": ("the server's disks are full", "prune checkpoints or add disks"),
     "SlowDown": ("the server asks to slow down", None),
 }

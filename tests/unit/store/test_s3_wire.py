@@ -506,6 +506,7 @@ def test_what_may_pass_is_tried_again(store, wire, answer):
         ((403, b""), r"access denied \(AccessDenied\)", "the credentials need"),
         ((403, error("SignatureDoesNotMatch")), r"are wrong \(SignatureDoesNotMatch\)", "check AWS_SECRET"),
         ((416, error("InvalidRange")), "ends before the bytes", None),
+        ((400, error("XMinioAdminBucketQuotaExceeded")), "the bucket's quota is used up", "prune"),
         ((507, error("XMinioStorageFull")), "the server's disks are full", "prune checkpoints"),
         (SSLError("a: b: unknown authority"), "TLS failed: unknown authority", "for a private authority"),
         (SSLError("[SSL: WRONG_VERSION_NUMBER] wrong version"), "TLS failed: wrong version", "does it speak"),
