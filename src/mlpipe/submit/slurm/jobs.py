@@ -202,8 +202,8 @@ def same_script(job: Job, expected: str) -> bool:
         raise SubmitError(
             f"another job has the name {job.name}",
             where=f"Slurm job {job.id}",
-            hint="a run of this id in another store, or by another version of mlpipe: scancel it, or choose "
-            "another --run-id",
+            hint="a run of this id in another store (or this one by another path), or by another version of "
+            "mlpipe: scancel it, or choose another --run-id",
             kind="input",
         )
     return job.comment == expected
