@@ -76,7 +76,9 @@ def drive(
             lease = held.enter_context(_lease(store, run_id, backend, note))
         except StoreError as error:
             if options.for_followers and error.kind == "input":
-                return runs.read_run(store, run_id)
+                now = runs.read_run(store, run_id)
+                if now.driver is None or not now.driver.deletes:  # who deletes checkpoints hears nobody
+                    return now
             if backend.has_own_driver and error.kind == "input":  # exit code 2 would end it for good
                 raise SubmitError(error.message, where=error.where, hint=error.hint) from None
             raise

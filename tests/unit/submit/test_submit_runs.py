@@ -25,6 +25,7 @@ from mlpipe._core.processes import start_time, this_process
 from mlpipe.cli.app import app
 from mlpipe.cli.outcome import summary
 from mlpipe.cli.session import CliSession
+from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
@@ -566,6 +567,21 @@ def test_a_driver_whose_clock_is_another_one_is_not_driven_out(tmp_path, monkeyp
             assert (sum(passes.pauses) > 10) == (late in (100, 3590))
             watched = " s ago by this machine's clock: watching for 15 s whether it still is"
             assert [watched in text for text in notes] == [True] * (late in (100, 3590))
+
+
+def test_who_asks_for_a_stage_is_not_taken_for_heard_while_checkpoints_are_deleted(tmp_path, monkeypatch):
+    """A driver's Job that began just then ended as done, and nobody drove the stage."""
+    store = FolderStore(tmp_path / "store")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    write_spec(tmp_path, {"a": shell("true")})
+    text = (tmp_path / "pipeline.yaml").read_text()
+    pipeline = load_pipeline_text(text, "x")
+    runs.create_run(store, "r", text, pipeline.digest, ["a"], "local", {"folder": str(tmp_path)})
+    options = driver.DriveOptions("a", for_followers=True, trust_store=True)
+    with HeldLease(store, "r"):
+        assert driver.drive(store, "r", options, stop=StopRequest()).state == "pending"  # that one hears it
+    with HeldLease(store, "r", deletes=True), pytest.raises(StoreError, match="are being deleted by process"):
+        driver.drive(store, "r", options, stop=StopRequest())
 
 
 def test_a_run_that_is_cancelled_before_its_driver_begins_is_not_begun(tmp_path, monkeypatch):
