@@ -63,6 +63,16 @@ def test_every_variable_of_ours_has_one_home_and_is_documented() -> None:
     assert used - ours == set(re.findall(r"`(MLPIPE_[A-Z_]+)`", tests))
 
 
+def test_every_variable_of_others_that_people_set_is_documented() -> None:
+    """But those that torchrun, Slurm and a vendor of machines set, and one that is not listened to."""
+    theirs = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_NODEID"}
+    theirs |= {"SLURMD_NODENAME", "CONTAINER_API_KEY", "GIVE_BACK", "PATH", "JENKINS_API_EXTRA_HEADERS"}
+    page = (ROOT / "docs/reference/environment.md").read_text()
+    text = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    read = set(re.findall(r"""environ(?:\.get\(|\[|\.pop\()["']([A-Z][A-Z0-9_]+)["']""", text))
+    assert {name for name in read if f"`{name}`" not in page} == theirs
+
+
 @pytest.mark.parametrize(
     ("heading", "homes", "others"),
     [
