@@ -45,14 +45,13 @@ def train_plan(folder: Path, tokens: Path, name: str, **overrides: Any) -> Plan:
         stage_hardware(pipeline, "train"),
     )
     # The corpus lies here already; there is no stage to fetch it from.
-    return replace(plan, inputs=(), launch=replace(plan.launch, metrics_port=0))
+    return replace(plan, inputs=(), launch=plan.launch._replace(metrics_port=0))
 
 
 def measure(plan: Plan, folder: Path, module: str, **asked: Any) -> dict[str, Any]:
     """Runs `module` as the workers of `plan`; what rank 0 left in answer.json."""
     folder.mkdir(parents=True)
-    launch = replace(
-        plan.launch,
+    launch = plan.launch._replace(
         argv=("-m", module),
         env={**plan.launch.env, "BENCHMARK": json.dumps({"folder": str(folder), **asked})},
     )

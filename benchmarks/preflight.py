@@ -39,7 +39,7 @@ def started(size: int, limits: PreflightPlan | None, cache: Path) -> measure.Fig
         plan = plans.train_plan(
             folder / "store", tokens, world_size=size, launch={"num_nodes": size}, steps=2
         )
-        plan = replace(plan, launch=replace(plan.launch, nproc_per_node=1, preflight=limits))
+        plan = replace(plan, launch=plan.launch._replace(nproc_per_node=1, preflight=limits))
         (folder / "plan.json").write_text(plan.to_json())
         port = free_port()
         argv = [sys.executable, "-m", "mlpipe.train.launcher", "--plan", str(folder / "plan.json")]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +45,7 @@ def measured(module: str, num_ranks: int, asked: dict[str, Any]) -> Any:
 
 def train_plan(**given: Any) -> TrainPlan:
     """For the trainer's techniques and schedules alone: what else a training must be told is None."""
-    needed = [one.name for one in fields(TrainPlan) if one.default is one.default_factory is MISSING]
+    needed = [name for name in TrainPlan._fields if name not in TrainPlan._field_defaults]
     return TrainPlan(**{**dict.fromkeys(needed), **given})
 
 

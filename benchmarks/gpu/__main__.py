@@ -169,7 +169,7 @@ def measured(case: Case, model: Model, plan: Any, folder: Path, seconds: float) 
     }
     env = {"BENCHMARK": json.dumps(asked), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     env["TRITON_CACHE_DIR"] = str(folder / "triton")
-    (place / "plan.json").write_text(replace(plan, launch=replace(plan.launch, env=env)).to_json())
+    (place / "plan.json").write_text(replace(plan, launch=plan.launch._replace(env=env)).to_json())
     argv = [sys.executable, "-m", "mlpipe.train.launcher", "--plan", str(place / "plan.json")]
     argv += ["--scratch", str(place / "scratch")]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("OMP_")}

@@ -125,7 +125,7 @@ def plan_of(part: str, base: Work, folder: Path, batch: int) -> Plan:
     assert training is not None
     assert training.init_from is not None
     found = find(FolderStore(folder / "store"), "", training.init_from, str(folder))
-    return replace(plan, work=replace(training, init_from=replace(training.init_from, found=found)))
+    return replace(plan, work=training._replace(init_from=training.init_from._replace(found=found)))
 
 
 def block(side: rates.Side, steps: int) -> measure.Figures:

@@ -108,7 +108,7 @@ def launcher(plan: Plan, folder: Path, module: str | None = None) -> list[str]:
     """mlpipe's own launcher, with `module` as its worker."""
     folder.mkdir(parents=True, exist_ok=True)
     if module:
-        plan = replace(plan, launch=replace(plan.launch, argv=("-m", module)))
+        plan = replace(plan, launch=plan.launch._replace(argv=("-m", module)))
     path = folder / "plan.json"
     path.write_text(plan.to_json())
     scratch = str(folder / "scratch")

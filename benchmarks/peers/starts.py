@@ -120,7 +120,7 @@ def restart(folder: Path, work: Work, num_rounds: int) -> list[dict[str, Any]]:
     def mlpipe() -> measure.Figures:
         with fresh(folder) as here:
             plan = sides.mlpipe_plan(work, here, strategy="ddp", checkpoint__every=f"{_SAVE_EVERY} steps")
-            plan = replace(plan, launch=replace(plan.launch, max_restarts=3))
+            plan = replace(plan, launch=plan.launch._replace(max_restarts=3))
             read = lines_of(here, "store/**/rank-0.jsonl")
             return killed(
                 sides.launcher(plan, here), work, here, read,

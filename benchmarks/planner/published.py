@@ -7,7 +7,7 @@ import json
 import statistics
 from collections import defaultdict
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ def priced(row: dict[str, Any], shape: Dense) -> Candidate:
     assert mesh.world_size == row["devices"], row["name"]
     samples = row.get("samples") or row["local_batch"] * row.get("accumulation", 1)
     if row.get("reduces") == "last":
-        hardware = replace(hardware, memory_bytes=_ENDLESS)
+        hardware = hardware._replace(memory_bytes=_ENDLESS)
     training = Training(
         global_batch=samples * mesh.num_data_ranks,
         seq_len=row["seq_len"],

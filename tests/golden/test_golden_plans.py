@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ def test_plan(name: str, hardware: Hardware, stage: str) -> None:
         Start(f"{name}-20260101-000000-0000", 1, pipeline.store),
         hardware,
     )
-    text = dataclasses.replace(plan, code_digest="0" * 64).to_json()
+    text = replace(plan, code_digest="0" * 64).to_json()
     expected = HERE / "plans" / f"{name}-{stage}.json"
     if os.environ.get("MLPIPE_UPDATE_GOLDEN"):
         expected.write_text(text)

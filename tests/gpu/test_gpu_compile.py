@@ -144,11 +144,11 @@ def test_a_training_in_float8_learns_as_in_bf16():
     plan = plan_of(config, precision="fp32")
     exact, fp32 = losses_of(plan, 30, size=8)
     del exact
-    half = replace(plan, precision="bf16")
+    half = plan._replace(precision="bf16")
     begin = Training(plan, GPU)
     bf16 = losses_of(half, 30, begin, size=8)[1]
-    low = losses_of(replace(half, float8=True), 30, begin, size=8)[1]
-    compiled = losses_of(replace(half, float8=True, compile="block"), 30, begin, size=8)[1]
+    low = losses_of(half._replace(float8=True), 30, begin, size=8)[1]
+    compiled = losses_of(half._replace(float8=True, compile="block"), 30, begin, size=8)[1]
 
     def last(losses: list[float]) -> float:
         return sum(losses[-5:]) / 5

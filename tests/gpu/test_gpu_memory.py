@@ -114,7 +114,7 @@ def test_activations_on_the_host_change_no_bit_and_leave_the_device(checkpointin
     try:
         given = {"precision": "bf16", "activation_checkpointing": checkpointing, "micro_batch": 32}
         plan = plan_of(NARROW, 1024, **given)
-        away = replace(plan, offload="activations")
+        away = plan._replace(offload="activations")
         (most, _, losses), (less, _, others) = peaks(plan, NARROW), peaks(away, NARROW)
     finally:
         torch.set_deterministic_debug_mode(before)
@@ -127,7 +127,7 @@ def test_activations_on_the_host_change_no_bit_and_leave_the_device(checkpointin
 
 def test_an_optimizer_on_the_host_updates_as_on_the_device_and_has_left_it():
     plan = plan_of(WIDE, 256, precision="bf16", micro_batch=2)
-    away = replace(plan, offload="optimizer")
+    away = plan._replace(offload="optimizer")
     (most, _, losses), (less, _, others) = peaks(plan, WIDE), peaks(away, WIDE)
     tensors = [memory.estimate(work_of(one, WIDE), "cuda").tensors for one in (plan, away)]
     figure("offload: optimizer: less at the peak", (most - less) / GIB, "GiB")
@@ -136,9 +136,9 @@ def test_an_optimizer_on_the_host_updates_as_on_the_device_and_has_left_it():
     figure("offload: optimizer: losses beside those on the device", apart, "ratio")
     assert losses == pytest.approx(others, rel=1e-3)
     assert most - less == pytest.approx(tensors[0] - tensors[1], rel=0.15)
-    exact = replace(plan, precision="fp32")
+    exact = plan._replace(precision="fp32")
     here = Training(exact, GPU)
-    there = Training(replace(exact, offload="optimizer"), GPU, here)
+    there = Training(exact._replace(offload="optimizer"), GPU, here)
     begun = here.weights()
     for number in range(3):
         for one in (here, there):

@@ -261,7 +261,7 @@ def test_weights_of_few_bits_are_those_of_a_cpu_and_adapters_learn_beside_them(b
     torch.testing.assert_close(spelled, dequantize(codes, 200, base), rtol=1e-6, atol=0)
     config = PRESETS["llama-4m"]
     plan = plan_of(config, adapter=AdapterPlan(rank=8, alpha=16.0, base=base), precision="bf16")
-    plain = replace(plan, adapter=plan.adapter._replace(base=None))
+    plain = plan._replace(adapter=plan.adapter._replace(base=None))
     low, wide = Training(plan, GPU), Training(plain, GPU)
     layers = dict(quantized_layers(low.model.built.model))
     assert len(layers) == 7 * config.num_layers
@@ -297,7 +297,7 @@ def test_an_optimizer_updates_as_on_a_cpu(name):
     }
     config = replace(PRESETS["llama-4m"], num_layers=2, vocab_size=512)
     plan = plan_of(config, ema=EmaPlan(0.9))
-    plan = replace(plan, optimizer=plan.optimizer._replace(name=name, args=arguments))
+    plan = plan._replace(optimizer=plan.optimizer._replace(name=name, args=arguments))
     on_cpu = Training(plan, CPU)
     on_gpu = Training(plan, GPU, on_cpu)
     pair = (on_cpu, on_gpu)

@@ -156,8 +156,8 @@ def train_plan(
         store_url=str(store),
         spec_digest="0" * 64,
         code_digest="0" * 64,
-        launch=replace(launch_plan, **(launch or {})),
-        work=replace(train, **{**ORDER[strategy].FLAGS, **changes}),
+        launch=launch_plan._replace(**(launch or {})),
+        work=train._replace(**{**ORDER[strategy].FLAGS, **changes}),
     )
 
 
@@ -173,7 +173,7 @@ def evaluate_plan(trained: Plan, **changes: Any) -> Plan:
         prompt=None,
         generate_tokens=0,
     )
-    return replace(trained, stage="evaluate", attempt=1, work=replace(part, **changes))
+    return replace(trained, stage="evaluate", attempt=1, work=part._replace(**changes))
 
 
 def environment() -> dict[str, str]:

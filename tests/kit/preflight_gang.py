@@ -82,7 +82,7 @@ def _fork(folder: Path, plan: Plan, index: int, endpoint: str, cgroup: Path) -> 
         with (scratch / "data").open("wb", buffering=0) as file:
             file.write(bytes(2**20))
     if index == GPU:
-        plan = replace(plan, launch=replace(plan.launch, device="cuda"))
+        plan = replace(plan, launch=plan.launch._replace(device="cuda"))
     (folder / f"plan-{index}.json").write_text(plan.to_json())
     if (pid := os.fork()) > 0:
         return pid

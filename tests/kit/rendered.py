@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 from mlpipe.plan.build import Start, build_plan, stage_hardware
@@ -36,4 +36,4 @@ def plan_of(pipeline: Pipeline, stage: str, *, run_id: str = RUN_ID, attempt: in
         Start(run_id, attempt, pipeline.store, resume=True),
         stage_hardware(pipeline, stage, cluster=True),
     )
-    return dataclasses.replace(plan, code_digest="0" * 64)
+    return replace(plan, code_digest="0" * 64)

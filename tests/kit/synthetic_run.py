@@ -65,7 +65,7 @@ def train_plan(steps: int, num_ranks: int = 2, **changes: Any) -> TrainPlan:
         peak_name="measured matmul peak",
         resume=True,
     )
-    return replace(plan, **changes)
+    return plan._replace(**changes)
 
 
 def stage_plan(run_id: str, stage: str, attempt: int = 1, *, work: StageWork) -> Plan:

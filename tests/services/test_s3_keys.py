@@ -104,7 +104,7 @@ def test_workers_train_and_write_nothing_but_what_their_stages_make(minio, keys,
     train = plans.train_plan(URL, tokens, world_size=1, steps=6, every=2, model=slow)
     checkpoint = train.work.checkpoint._replace(keep=1)
     track = (TrackerPlan("tensorboard"),)
-    train = replace(train, work=replace(train.work, checkpoint=checkpoint, track=track))
+    train = replace(train, work=train.work._replace(checkpoint=checkpoint, track=track))
     train = replace(train, inputs=("runs/run/stages/corpus",))
     driver.put(f"{train.attempt_key}/plan.json", train.to_json().encode())
     profiles.ask(driver, train.attempt_key, ProfileRequest("asked", 1))

@@ -89,7 +89,7 @@ def test_each_sample_comes_once_and_the_disk_holds_a_few(bucket, tmp_path):
         made = plans.train_plan(
             tmp_path / "store", tokens, run_id=run_id, steps=steps, every=3, attempt=attempt, world_size=ranks
         )
-        return replace(made, work=replace(made.work, data=data))
+        return replace(made, work=made.work._replace(data=data))
 
     plans.run_together([training("whole", 6, 1), training("cut", 3, 1)], tmp_path / "one")
     plans.run_together([training("cut", 6, 2, attempt=2)], tmp_path / "two")

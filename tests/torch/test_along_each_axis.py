@@ -173,7 +173,7 @@ class Trained:
             }
         safetensors.torch.save_file(state, self.folder / name / "model.safetensors")
         init = InitPlan({"path": name}, name, {}, strict=True)
-        return replace(init, found=find(FolderStore(self.store), "", init, str(self.folder)))
+        return init._replace(found=find(FolderStore(self.store), "", init, str(self.folder)))
 
     def kept(self, plan: Plan) -> Plan:
         return self.made.setdefault(plan.run_id, plan)

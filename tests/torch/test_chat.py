@@ -139,7 +139,7 @@ def test_packed_rows_are_the_samples_and_the_probe_sees_the_largest(data):
     dataset = open_dataset(data, split="train", seq_len=SEQ_LEN)
     made = plans.train_plan("store", plans.write_tokens(Path(data.chat.path).parent / "tokens")).work
     model = plans.model_plan(vocab_size=320, max_seq_len=SEQ_LEN)._replace(seq_len=SEQ_LEN)
-    work = replace(made, model=model, global_batch=3, data=packed(data, "balanced"))
+    work = made._replace(model=model, global_batch=3, data=packed(data, "balanced"))
     indices = samples_at(dataset, work.seed, np.arange(3))
     expected = sorted(tuple(map(tuple, map(np.ndarray.tolist, dataset.sample(i)))) for i in indices.tolist())
     found, counts = [], []
@@ -165,10 +165,10 @@ def test_packed_rows_are_the_samples_and_the_probe_sees_the_largest(data):
     assert idle[1] > 0.0
     loader = uneven_loader(work, dataset, World(Mesh(), 0, torch.device("cpu")), 2)
     assert [one.num_tokens for one in loader.largest()] == [2 * SEQ_LEN] * 2
-    many = replace(work, global_batch=8, model=model._replace(seq_len=8 * SEQ_LEN))  # that lie in one row
+    many = work._replace(global_batch=8, model=model._replace(seq_len=8 * SEQ_LEN))  # that lie in one row
     loader = uneven_loader(many, dataset, World(Mesh(), 0, torch.device("cpu")), 1)
     assert [one.num_tokens for one in loader.largest()] == [np.sort(dataset.lengths)[-8:].sum()] * 2
-    padded = uneven_loader(replace(work, data=data), dataset, World(Mesh(), 0, torch.device("cpu")), 3)
+    padded = uneven_loader(work._replace(data=data), dataset, World(Mesh(), 0, torch.device("cpu")), 3)
     [one] = padded.step(0)
     lengths = dataset.lengths[indices]
     assert one.num_padding == one.batch["inputs"].numel() - lengths.sum() > 0
@@ -196,12 +196,12 @@ def test_a_training_goes_on_at_the_very_sample_on_other_ranks(data, tmp_path):
         )
         for name, steps, strategy in (("whole", 4, "ddp"), ("half", 2, "fsdp"))
     )
-    half = replace(half, work=replace(half.work, data=packed(data, "balanced")))
+    half = replace(half, work=half.work._replace(data=packed(data, "balanced")))
     plans.run_together([whole, half], tmp_path / "two")
-    work = replace(
-        half.work, steps=4, resume=True, mesh=Mesh(), strategy="single", micro_batch=3, accumulation=2
+    work = half.work._replace(
+        steps=4, resume=True, mesh=Mesh(), strategy="single", micro_batch=3, accumulation=2
     )
-    rest = replace(half, attempt=2, work=work, launch=replace(half.launch, nproc_per_node=1))
+    rest = replace(half, attempt=2, work=work, launch=half.launch._replace(nproc_per_node=1))
     plans.run_together([rest], tmp_path / "one")
     expected = plans.losses(tmp_path / "store", whole)
     found = plans.losses(tmp_path / "store", half) + plans.losses(tmp_path / "store", rest)

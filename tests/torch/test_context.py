@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -307,7 +306,7 @@ def test_gradients_of_every_parameter_are_exact(
         torch.testing.assert_close(sum(parts), parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
     step = StepShape(8 * num_ranks, 3, 1, "fp32", checkpointing, compiled=False, part=Part(cp=num_ranks))
-    hardware = replace(detect_hardware(None), devices_per_node=num_ranks)
+    hardware = detect_hardware(None)._replace(devices_per_node=num_ranks)
     in_a_step = passes(Dense(config), step, hardware)._replace(query_bytes=0)  # what it merges is not sent
     layout = Layout(Mesh(cp=num_ranks), context_exchange=exchange)
     counted = cp.exposed_seconds(in_a_step, Sent(hardware), layout)

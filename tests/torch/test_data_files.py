@@ -111,7 +111,7 @@ def test_data_workers_read_the_same_and_none_is_lost(folder, kind, attempts, ran
         for rank in range(ranks):
             source = loader(dataset, rank, ranks)
             made = plans.train_plan("store", plans.write_tokens(folder / "tokens"), steps=100).work
-            work = replace(made, data=data_of(files_of(kind, folder), workers=workers))
+            work = made._replace(data=data_of(files_of(kind, folder), workers=workers))
             ahead = steps_ahead(source, work, 1, lambda: None) if workers else None
             reader = ReadAhead(source, ahead)
             for step in range(done, done + steps):
@@ -442,7 +442,7 @@ def test_a_mixture_may_have_them(folder):
 
 def test_other_files_than_those_of_the_checkpoint_are_refused(folder, tmp_path):
     plan = plans.train_plan("store", plans.write_tokens(tmp_path), steps=1).work
-    plan = replace(plan, data=data_of(files_of("parquet", folder)))
+    plan = plan._replace(data=data_of(files_of("parquet", folder)))
     dataset = open_dataset(plan.data, split="train", seq_len=1)
     check_files({}, dataset, plan, "run")
     check_files({"data_files": fingerprint(dataset)}, dataset, plan, "run")
@@ -468,7 +468,7 @@ def test_a_run_goes_on_at_its_sample_under_another_strategy(folder, tmp_path, ki
         )  # fmt: skip
         model = ModelPlan(Entry("kit.own:stateless", {}), None, 1, ())
         data = data_of(files_of(kind, folder), workers=workers)
-        return replace(made, work=replace(made.work, model=model, data=data))
+        return replace(made, work=made.work._replace(model=model, data=data))
 
     plans.run_together([training("whole", 8, ranks=1), training("cut", 4, ranks=1)], tmp_path / "one")
     plans.run_together([training("cut", 8, ranks=2, workers=3, attempt=2)], tmp_path / "two")

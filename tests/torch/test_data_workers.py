@@ -39,7 +39,7 @@ def loader(dataset, rank: int = 0, *, ranks: int = 2, batch: int = 7) -> Microba
 def plan(workers, *, steps: int = 8, patience: float = 60.0):
     data = DataPlan(None, Entry("kit.own_data:drawn", {}), None, workers=workers)
     made = plans.train_plan("store", plans.write_tokens(TOKENS), steps=steps, hang_timeout_seconds=patience)
-    return replace(made.work, data=data)
+    return made.work._replace(data=data)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -237,8 +237,7 @@ def training(folder, run_id: str, workers, *, steps: int = 12, data=None, **chan
         **changes,
     )
     entry = Entry("kit.own_data:drawn", data or {})
-    work = replace(
-        made.work,
+    work = made.work._replace(
         model=ModelPlan(Entry("kit.own:normed", {}), None, 1, ()),
         data=DataPlan(None, entry, None, workers=workers),
         micro_batch=4,

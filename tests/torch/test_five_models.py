@@ -176,7 +176,7 @@ def trained(tmp_path_factory) -> Iterator[tuple[Path, dict[tuple[int, str, str],
             num_flops_per_token=None, **data,
         )  # fmt: skip
         train = made.work.training
-        return replace(made, work=replace(train, global_batch=BATCH, micro_batch=BATCH // world_size))
+        return replace(made, work=train._replace(global_batch=BATCH, micro_batch=BATCH // world_size))
 
     made = {run: plan(*run) for run in RUNS}
     with pytest.MonkeyPatch.context() as patch:

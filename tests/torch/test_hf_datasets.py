@@ -93,7 +93,7 @@ def test_a_training_of_each_goes_on_as_if_nothing_had_happened(tmp_path):
         )
         model = ModelPlan(Entry("kit.own:stateless", {}), None, 1, ())
         data = DataPlan(None, Entry(f"kit.hf:{function}", {}), None, workers=attempt - 1)
-        return replace(made, work=replace(made.work, model=model, data=data))
+        return replace(made, work=made.work._replace(model=model, data=data))
 
     made = []
     for function in ("plain", "shuffled"):

@@ -79,14 +79,14 @@ def plan_of(
     **changes: Any,
 ) -> Plan:
     init = InitPlan({"path": base}, base, {}, strict=True, config=CONFIG)
-    init = replace(init, found=find(FolderStore(folder / "store"), "", init, str(folder)))
+    init = init._replace(found=find(FolderStore(folder / "store"), "", init, str(folder)))
     model = ModelPlan(Entry("mlpipe.train.models.llama:build_model", SIZES.args()), "base", 32, ())
     plan = plans.train_plan(
         folder / "store", folder / "tokens", run_id=run, strategy=strategy, steps=steps, every=2, model=model,
         init_from=init, adapter=adapter, **changes,
     )  # fmt: skip
     optimizer = plan.work.training.optimizer._replace(lr=1e-2)
-    return replace(plan, work=replace(plan.work.training, optimizer=optimizer))
+    return replace(plan, work=plan.work.training._replace(optimizer=optimizer))
 
 
 @pytest.fixture(scope="module")

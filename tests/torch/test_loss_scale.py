@@ -40,7 +40,7 @@ def fp16(folder, run_id, *, model=None, **settings):
     plan = plans.train_plan(
         folder / "store", tokens, steps=STEPS, run_id=run_id, precision="fp16", **{"every": STEPS, **settings}
     )
-    return replace(plan, work=replace(plan.work, model=model or overflowing()))
+    return replace(plan, work=plan.work._replace(model=model or overflowing()))
 
 
 def told(folder, plan, field):
@@ -129,8 +129,8 @@ def trained(folder):
         "plain": fp16(folder, "plain", model=plans.model_plan(), strategy="single", world_size=1),
     }
     whole = made["first"].work
-    made["first"] = replace(made["first"], work=replace(whole, steps=6))
-    made["again"] = replace(made["first"], attempt=2, work=replace(whole, resume=True))
+    made["first"] = replace(made["first"], work=whole._replace(steps=6))
+    made["again"] = replace(made["first"], attempt=2, work=whole._replace(resume=True))
     for world_size in (1, 2):
         mine = [plan for plan in made.values() if plan.launch.nproc_per_node == world_size]
         plans.run_together(mine, folder / f"world-{world_size}")
@@ -224,7 +224,7 @@ def test_a_llama_learns_the_same_in_fp16(trained, folder):
 
 def test_what_overflows_at_any_scale_ends_the_training(folder):
     plan = fp16(folder, "hopeless", model=overflowing(below=256), strategy="single", world_size=1)
-    plan = replace(plan, work=replace(plan.work, steps=40))
+    plan = replace(plan, work=plan.work._replace(steps=40))
     with pytest.raises(
         AssertionError, match=r"(?s)gradient is not finite at step 17.*no loss scale is small"
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +37,7 @@ def wide(tmp_path: Path, **changes: Any) -> TrainPlan:
     train = cast(TrainPlan, plan.work)
     args = {**train.model.build.args, "vocab_size": 8192}
     model = train.model._replace(build=Entry(train.model.build.entry, args))
-    return dataclasses.replace(train, model=model, accumulation=1, **changes)
+    return train._replace(model=model, accumulation=1, **changes)
 
 
 def test_it_steps_down_or_refuses(tmp_path: Path) -> None:
@@ -64,12 +63,12 @@ def test_it_steps_down_or_refuses(tmp_path: Path) -> None:
 
         assert probe(plan) == plan
         most = _peak_bytes(CPU)
-        small = dataclasses.replace(plan, memory_bytes=most - 40 * MIB)
+        small = plan._replace(memory_bytes=most - 40 * MIB)
         stepped = probe(small)
         assert (stepped.micro_batch, stepped.accumulation) == (8, 4)
         assert stepped.smaller_micro_batches == (2,)
         told = Prediction(50 * MIB, 1.0, 1.0, 1.0)
-        tiny = dataclasses.replace(plan, memory_bytes=60 * MIB, smaller_micro_batches=(), predicted=told)
+        tiny = plan._replace(memory_bytes=60 * MIB, smaller_micro_batches=(), predicted=told)
         with pytest.raises(
             TrainError, match=r"micro-batch size 32 needs .* [MG]iB of 60.0 MiB, the plan said 50.0"
         ) as caught:
@@ -104,10 +103,10 @@ def test_a_pipeline_is_probed_with_all_that_it_holds(
 def test_when_it_is_due(tmp_path: Path) -> None:
     plan = wide(tmp_path)
     assert not is_due(plan, CPU)
-    known = dataclasses.replace(plan, memory_bytes=100)
+    known = plan._replace(memory_bytes=100)
     assert is_due(known, CPU)
-    assert is_due(dataclasses.replace(known, predicted=Prediction(51, 1.0, 1.0, 1.0)), CPU)
-    assert not is_due(dataclasses.replace(known, predicted=Prediction(50, 1.0, 1.0, 1.0)), CPU)
+    assert is_due(known._replace(predicted=Prediction(51, 1.0, 1.0, 1.0)), CPU)
+    assert not is_due(known._replace(predicted=Prediction(50, 1.0, 1.0, 1.0)), CPU)
 
 
 def test_losses_are_the_same_bit_for_bit(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def damaged(folder):
         if name in DAMAGES:
             objects[name] = DAMAGES[name][0](store / key).name
         used = OTHER_MODELS[name][0] if name in OTHER_MODELS else sound.work.model
-        train = replace(sound.work, resume=True, steps=4, model=used)
+        train = sound.work._replace(resume=True, steps=4, model=used)
         made.append(replace(sound, store_url=str(store), attempt=2, work=train))
     plans.run_together(made, folder / "damaged", may_fail=True)
     found = {name: left(folder / "damaged", n) for n, name in enumerate([*DAMAGES, *OTHER_MODELS])}

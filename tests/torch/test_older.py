@@ -34,15 +34,14 @@ def test_what_an_older_version_began_goes_on(tmp_path: Path) -> None:
         True,
         [0.9, 0.95],
     )
-    same = replace(begun, attempt=2, work=replace(train, resume=True))
-    alone = replace(
-        same.work.training,
+    same = replace(begun, attempt=2, work=train._replace(resume=True))
+    alone = same.work.training._replace(
         strategy="single",
         shard_optimizer=False,
         mesh=Mesh(),
         micro_batch=train.global_batch,
     )
-    launch = replace(begun.launch, nproc_per_node=1)
+    launch = begun.launch._replace(nproc_per_node=1)
     other = replace(same, store_url=str(tmp_path / "single"), work=alone, launch=launch)
     for plan, world_size in ((same, 2), (other, 1)):
         folder = Path(plan.store_url) / plan.stage_key / "checkpoints"

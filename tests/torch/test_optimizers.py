@@ -607,7 +607,7 @@ def training(folder: Path, name: str, way: Any, world_size: int, **changes: Any)
     )
     model = train.model._replace(build=Entry(train.model.build.entry, asdict(config)))
     ema = None if OPTIMIZERS[name].averages else EmaPlan(0.8, every=3)
-    return replace(plan, work=replace(train, model=model, optimizer=optimizer, ema=ema))
+    return replace(plan, work=train._replace(model=model, optimizer=optimizer, ema=ema))
 
 
 @pytest.fixture(scope="module")

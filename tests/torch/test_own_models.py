@@ -298,9 +298,9 @@ def trained(tmp_path_factory):
         for run in runs:
             done = plans.evaluate_plan(by_run[run])
             strategy = done.work.train.strategy
-            train = replace(done.work.train, micro_batch=5, mesh=plans.mesh_of(strategy, world_size))
-            launch = replace(done.launch, nproc_per_node=world_size)
-            evaluation = replace(done.work, train=train)
+            train = done.work.train._replace(micro_batch=5, mesh=plans.mesh_of(strategy, world_size))
+            launch = done.launch._replace(nproc_per_node=world_size)
+            evaluation = done.work._replace(train=train)
             evaluations.append(replace(done, stage=f"evaluate-{world_size}", work=evaluation, launch=launch))
         plans.run_together([*(made if world_size == 2 else []), *evaluations], folder / f"world-{world_size}")
     return folder / "store", by_run

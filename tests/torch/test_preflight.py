@@ -50,7 +50,7 @@ def gang(folder: Path, limits: PreflightPlan, size: int, broken: int | None = No
     plan = plans.train_plan(folder / "store", tokens, world_size=size, launch=launch, steps=2, **changes)
     (folder / "plan.json").write_text(plan.to_json())
     more = limits._replace(disk_bytes=2**60)
-    refused = replace(plan, launch=replace(plan.launch, preflight=more))
+    refused = replace(plan, launch=plan.launch._replace(preflight=more))
     (folder / "plan-broken.json").write_text(refused.to_json())
     port = free_port()
     launchers = []

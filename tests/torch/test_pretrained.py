@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,7 +112,7 @@ def plan_of(folder: Path, name: str, strategy: Any, world_size: int, **changes: 
     config = pretrained.read_config(str(folder / name))
     sizes = pretrained.sizes_of(config, "")
     init = InitPlan({"path": name}, name, {}, strict=True, config=config)
-    init = replace(init, found=find(FolderStore(folder / "store"), "", init, str(folder)))
+    init = init._replace(found=find(FolderStore(folder / "store"), "", init, str(folder)))
     model = ModelPlan(Entry(sizes.entry, sizes.args()), name, 32, ())
     run = f"{name}-{strategy}-{changes.get('mesh', Mesh()).tp}"
     return plans.train_plan(

@@ -57,7 +57,7 @@ def trained(tmp_path_factory):
         )
         for at, (name, work) in enumerate(WORKS.items())
     }
-    plain = replace(made["fsdp"], run_id="plain", work=replace(made["fsdp"].work, profile=None))
+    plain = replace(made["fsdp"], run_id="plain", work=made["fsdp"].work._replace(profile=None))
     plans.run_together([plain, *made.values()], folder / "runs")
     return SimpleNamespace(store=open_store(str(folder / "store")), folder=folder, plans=made, plain=plain)
 

@@ -38,7 +38,7 @@ def user(entry: str, **args: object) -> ModelPlan:
 
 def second(plan: Plan, *, steps: int = STEPS, **changes: object) -> Plan:
     """The next attempt of the same stage, which resumes."""
-    train = replace(plan.work, resume=True, steps=steps, **changes)
+    train = plan.work._replace(resume=True, steps=steps, **changes)
     return replace(plan, attempt=plan.attempt + 1, work=train)
 
 
@@ -66,12 +66,12 @@ def folder(tmp_path_factory):
             first = replace(
                 plain,
                 store_url=str(folder / "parts"),
-                work=replace(plain.work, steps=HALF, checkpoint=often),
+                work=plain.work._replace(steps=HALF, checkpoint=often),
             )
             made += [plain, first, second(first)]
             if (strategy, world) in (*SOURCES, ("single", 1)):
                 odd = replace(
-                    plain, store_url=str(folder / "odd"), work=replace(plain.work, model=user("odd"))
+                    plain, store_url=str(folder / "odd"), work=plain.work._replace(model=user("odd"))
                 )
                 made.append(odd)
         plans.run_together(made, folder / f"world-{world}")
@@ -231,7 +231,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_all_ranks(folder, tmp_pat
         attempt=3,
         model=user("plain"),
     )
-    plan = replace(plan, work=replace(plan.work, checkpoint=plan.work.checkpoint._replace(keep=1)))
+    plan = replace(plan, work=plan.work._replace(checkpoint=plan.work.checkpoint._replace(keep=1)))
     *_, before, newest = catalogue.list_checkpoints(store, plan.stage_key)
     assert newest.step == STEPS
     blob = tmp_path / "store" / newest.key / "model-00001"

@@ -61,7 +61,7 @@ def from_weights(
 ) -> Plan:
     init = InitPlan(asked, asked.get("path"), names or {}, strict)
     found = find(FolderStore(folder / "store"), plan.run_id, init, str(folder))
-    return replace(plan, work=replace(plan.work.training, init_from=replace(init, found=found)))
+    return replace(plan, work=plan.work.training._replace(init_from=init._replace(found=found)))
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,8 @@ def started(tmp_path_factory) -> tuple[Path, dict[str, Plan], dict[str, torch.Te
     other = {"digest": "0" * 64, "files": ("first.safetensors 0",)}
     for one, what in ((gone, {"key": "away.safetensors"}), (changed, other)):
         init = one.work.training.init_from
-        init = replace(init, found=replace(init.found, **what))
-        by_run[one.run_id] = replace(one, work=replace(one.work.training, init_from=init))
+        init = init._replace(found=init.found._replace(**what))
+        by_run[one.run_id] = replace(one, work=one.work.training._replace(init_from=init))
     for world_size, some in made.items():
         these = [by_run[one.run_id] for one in some]
         plans.run_together(these, folder / f"world-{world_size}", may_fail=world_size == 2)
@@ -233,10 +233,10 @@ def frozen(tmp_path_factory) -> tuple[Path, dict[str, Plan]]:
     ]
     half = plan("half", "zero1", 2)
     rest = replace(plan("half", "fsdp"), attempt=2)
-    rest = replace(rest, work=replace(rest.work.training, resume=True))
+    rest = replace(rest, work=rest.work.training._replace(resume=True))
     wrong = replace(plan("wrong", "ddp"), run_id="wrong")
-    wrong = replace(wrong, work=replace(wrong.work.training, freeze=("embedding.*",)))
-    everything = replace(wrong, run_id="everything", work=replace(wrong.work.training, freeze=("*",)))
+    wrong = replace(wrong, work=wrong.work.training._replace(freeze=("embedding.*",)))
+    everything = replace(wrong, run_id="everything", work=wrong.work.training._replace(freeze=("*",)))
     made = [*whole, half, rest, wrong, everything]
     plans.run_together(made, folder / "runs", may_fail=True)
     return folder, {f"{one.run_id}-{one.attempt}": one for one in made}

@@ -222,10 +222,10 @@ def _asked(work, kind, calls):
     mesh, strategy = work["mesh"], work.get("strategy", "single")
     shape = Experts(EXPERTS) if work.get("model") is AXES["ep"]["model"] else Dense(plans.CONFIG)
     hardware = detect_hardware(None)
-    measured = dataclasses.replace(
-        hardware.speed, gather_bytes_per_second=1.0, scatter_bytes_per_second=1.0
+    measured = hardware.speed._replace(
+        gather_bytes_per_second=1.0, scatter_bytes_per_second=1.0
     )  # with all copies
-    hardware = dataclasses.replace(hardware, speed=measured)
+    hardware = hardware._replace(speed=measured)
     training = Training(16, 32, 1, False, OptimizerCost(8, "adamw"), 100, None, deterministic=True)
     pricer = Pricer(shape, training, hardware)
     precision = work.get("precision", "fp32")

@@ -106,7 +106,7 @@ def test_load_moves_off_a_slow_rank_and_the_training_stays_the_same(tmp_path):
     made["watched"] = plans.train_plan(
         tmp_path / "store", tokens, run_id="watched", model=paced, launch=two_nodes, **common
     )
-    work = replace(made["fsdp"].work, steps=30, resume=True)
+    work = made["fsdp"].work._replace(steps=30, resume=True)
     rest = replace(made["fsdp"], attempt=2, work=work)
     plans.run_together([*made.values(), rest], tmp_path / "run")
     expected = plans.losses(tmp_path / "store", made["even"])

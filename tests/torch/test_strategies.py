@@ -195,7 +195,7 @@ def whole_models(folder, tokens):
 
 
 def replace_model(plan, model):
-    return replace(plan, work=replace(plan.work, model=model))
+    return replace(plan, work=plan.work._replace(model=model))
 
 
 @pytest.mark.combines("dp_replicate", "precision bf16")

@@ -180,8 +180,7 @@ def test_a_run_is_resumed_on_another_number_of_ranks_with_the_same_losses(tmp_pa
         made = plans.train_plan(
             tmp_path / "store", tokens, run_id=run_id, steps=steps, every=4, attempt=attempt, world_size=ranks
         )
-        work = replace(
-            made.work,
+        work = made.work._replace(
             model=ModelPlan(Entry("kit.own:stateless", {}), None, 1, ()),
             data=data_of("stream", 2, size=50)._replace(workers=workers),
         )

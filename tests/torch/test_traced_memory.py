@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +127,10 @@ def beside_few_bits(folder: Path, base: str, precision: str) -> Any:
     train, spec = plan.work, trainings(pipeline)["train"]
     assert isinstance(train, TrainPlan)
     assert train.init_from is not None
-    init = dataclasses.replace(
-        train.init_from, found=find(FolderStore(folder / "store"), "", train.init_from, ".")
-    )
+    init = train.init_from._replace(found=find(FolderStore(folder / "store"), "", train.init_from, "."))
     chosen, _ = pick(spec, shape_of(spec, {}), where)
     assert chosen.memory is not None
-    return dataclasses.replace(plan, work=dataclasses.replace(train, init_from=init)), [chosen.memory.tensors]
+    return replace(plan, work=train._replace(init_from=init)), [chosen.memory.tensors]
 
 
 def write_base(folder: Path) -> None:

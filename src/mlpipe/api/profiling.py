@@ -117,7 +117,7 @@ def _schedules(
     now = priced(train, hardware).step_seconds
     for schedule in SCHEDULES:
         if stages_per_rank(schedule) == stages_per_rank(train.pipeline.schedule):
-            other = replace(train, pipeline=train.pipeline._replace(schedule=schedule))
+            other = train._replace(pipeline=train.pipeline._replace(schedule=schedule))
             sets = (f"stages.{plan.stage}.train.pipeline.schedule={schedule}",)
             candidate = priced(other, hardware)
             if candidate.fits and is_allowed(pipeline, Change("schedule", sets)):

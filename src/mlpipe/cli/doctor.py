@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any, Literal
 
 import click
@@ -69,7 +68,7 @@ def command(
         if finding.remedy:
             lines.append(f"{'':{width + 8}}-> {finding.remedy}")
     failed = any(finding.level == "fail" for finding in findings)
-    session.result({"usable": not failed, "findings": [asdict(f) for f in findings]}, "\n".join(lines))
+    session.result({"usable": not failed, "findings": [f._asdict() for f in findings]}, "\n".join(lines))
     return EXIT_CODES["infrastructure"] if failed else 0
 
 

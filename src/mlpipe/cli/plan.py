@@ -77,7 +77,7 @@ def command(
             document = {
                 "stage": name,
                 "kind": plan.kind.name,
-                "hardware": asdict(where),
+                "hardware": _figures(where),
                 "strategies": to_plain(candidates),
                 "plan": plan.to_plain(),
             }
@@ -107,6 +107,13 @@ def command(
         documents.append(document)
         texts.append("\n".join([f"{click.style(name, bold=True)} ({plan.kind})", *lines]))
     session.result({"pipeline": pipeline.name, "stages": documents}, "\n\n".join(texts))
+
+
+def _figures(hardware: Hardware) -> dict[str, Any]:
+    speed = hardware.speed
+    kernels = {name: asdict(rates) for name, rates in speed.kernels.items()}
+    groups = [_figures(group) for group in hardware.groups]
+    return hardware._asdict() | {"speed": speed._asdict() | {"kernels": kernels}, "groups": groups}
 
 
 def _measure(session: CliSession, pipeline: Pipeline) -> None:

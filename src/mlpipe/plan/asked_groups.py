@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlpipe._core.errors import PlanError
@@ -56,8 +55,7 @@ def plan_groups(
 
 def _of_catalogue(hardware: Hardware, num_nodes: int, name: str) -> Hardware:
     gpu = GPUS[name]
-    return replace(
-        hardware,
+    return hardware._replace(
         num_nodes=num_nodes,
         memory_bytes=gpu.memory_bytes,
         name=name,

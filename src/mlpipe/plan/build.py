@@ -4,8 +4,7 @@ manifest of the tokens is read, once they exist."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mlpipe._core.units import parse_bytes
 from mlpipe.plan import network
@@ -31,7 +30,7 @@ def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False
     def found(resources: Resources | None) -> Hardware:
         hardware = detect_hardware(pod_resources(resources) if cluster else resources, elsewhere=unpredicted)
         if resources is not None and resources.replicas is not None:
-            hardware = replace(hardware, comes_and_goes=True)
+            hardware = hardware._replace(comes_and_goes=True)
         return network.on_network(hardware, pipeline, resources)
 
     if not stage.groups:
@@ -43,12 +42,12 @@ def stage_hardware(pipeline: Pipeline, stage_name: str, *, cluster: bool = False
     here, num_workers = not cluster and not whole.gpus_per_node, whole.gang_nodes * per_node
     for group in stage.groups:
         asked = group.model_copy(update={"workers_per_node": num_workers}) if here else group
-        hardware = replace(found(asked), devices_per_node=per_node, relative_speed=group.speed)
+        hardware = found(asked)._replace(devices_per_node=per_node, relative_speed=group.speed)
         if here and group.memory:  # which is of a node of theirs
-            hardware = replace(hardware, memory_bytes=parse_bytes(group.memory) // per_node)
+            hardware = hardware._replace(memory_bytes=parse_bytes(group.memory) // per_node)
         groups.append(hardware)
     gang = together(groups)
-    return replace(gang, num_nodes=1, devices_per_node=num_workers) if here else gang
+    return gang._replace(num_nodes=1, devices_per_node=num_workers) if here else gang
 
 
 def stage_resources(pipeline: Pipeline, stage: Stage) -> Resources | None:
@@ -58,8 +57,7 @@ def stage_resources(pipeline: Pipeline, stage: Stage) -> Resources | None:
     return stage.resources
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """Which start of a stage is planned. `inputs`: stage name -> local folder of its output;
     `{{stages.NAME.output}}` of a stage that is not among them stays as it is, so that a pipeline can be
     planned before it has run. `resume`: from the latest checkpoint of the stage, if it has one."""
@@ -67,7 +65,7 @@ class Start:
     run_id: str
     attempt: int
     store_url: str
-    inputs: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, str] = {}
     resume: bool = False
 
 
@@ -86,8 +84,8 @@ def build_plan(
         preflight = preflight_plan(resources, hardware, work.training.precision)
         if preflight is not None and network.needs_rdma(pipeline, resources):
             preflight = network.with_rdma(preflight, hardware)
-        launch = replace(launch, preflight=preflight)
-    launch = replace(launch, env={**network.env(pipeline, resources), **launch.env})
+        launch = launch._replace(preflight=preflight)
+    launch = launch._replace(env={**network.env(pipeline, resources), **launch.env})
     return Plan(
         schema_version=SCHEMA_VERSION,
         run_id=start.run_id,

@@ -8,7 +8,7 @@ the machine unasked (`machine.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -74,10 +74,11 @@ class Calibration:
         words = f"calibrated with {number} rank{'' if number == '1' else 's'} ({self.name})"
         if self.runs:
             words += f" and by {len(self.runs)} run{'' if len(self.runs) == 1 else 's'}"
-        return replace(
-            base,
-            peak_flops=base.peak_flops
-            | {name: kernels.peak_flops for name, kernels in measured.kernels.items()},
+        return base._replace(
+            peak_flops={
+                **base.peak_flops,
+                **{name: kernels.peak_flops for name, kernels in measured.kernels.items()},
+            },
             memory_bytes_per_second=measured.memory_bytes_per_second,
             link_bytes_per_second=wire.link_bytes_per_second or base.link_bytes_per_second,
             kernels=measured.kernels,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from mlpipe._core.units import format_bytes
 from mlpipe.kinds.train.spec import Train
@@ -144,7 +143,7 @@ def _exchange(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Iterat
     if train.mesh.cp == 1:
         return
     is_ring = train.context_exchange == "ring"
-    other = priced(replace(train, context_exchange="all_gather" if is_ring else "ring"), hardware)
+    other = priced(train._replace(context_exchange="all_gather" if is_ring else "ring"), hardware)
     ways = ["are gathered at once", "go round from worker to worker"]
     mine, theirs = reversed(ways) if is_ring else ways
     ratio = other.step_seconds / chosen.step_seconds
@@ -158,7 +157,7 @@ def _links(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Iterator[
     """What sending less, or more rarely, is worth on these links."""
     if (train.compress is None and train.islands is None) or hardware.comes_and_goes:
         return
-    plain = priced(replace(train, compress=None, islands=None), hardware)
+    plain = priced(train._replace(compress=None, islands=None), hardware)
     ratio = plain.step_seconds / chosen.step_seconds
     what = "update" if train.compress is None else "compress"
     verdict = f"{ratio:.3g} times as fast" if ratio >= 1 else f"{1 / ratio:.3g} times as slow"
@@ -173,7 +172,7 @@ def _link_advice(train: TrainPlan, chosen: Candidate, hardware: Hardware) -> Ite
     shape = trained.planned(train)
     if shape is None or shape.widths.get("num_experts"):
         return
-    coded = priced(replace(train, compress=CompressPlan(_MILDEST)), hardware)
+    coded = priced(train._replace(compress=CompressPlan(_MILDEST)), hardware)
     gain = chosen.step_seconds / coded.step_seconds
     if gain > 1.1:
         yield f"compress: {_MILDEST} would be {gain:.2g} times as fast (docs/how-to/slow-links.md)"

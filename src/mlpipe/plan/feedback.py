@@ -30,8 +30,7 @@ def predict_again(pipeline: Pipeline, calibration: Calibration, plan: Plan) -> C
     speed = alone.speed(launch.nproc_per_node, here.speed)
     if train.precision not in speed.kernels:
         raise PlanError(f"the file has no {train.precision}", hint="run mlpipe calibrate once more")
-    there = dataclasses.replace(
-        here,
+    there = here._replace(
         num_nodes=launch.num_nodes,
         devices_per_node=launch.nproc_per_node,
         memory_bytes=train.memory_bytes or here.memory_bytes,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
@@ -121,7 +121,7 @@ def _name(candidate: Candidate) -> str:
 
 def _alone(spec: Train, shape: ModelShape, group: Hardware) -> str:
     """What its machines would do with the whole batch, without the others."""
-    group = replace(group, relative_speed=None)
+    group = group._replace(relative_speed=None)
     try:
         best, _ = pick(spec.model_copy(update={"strategy": "auto", "mesh": None}), shape, group)
     except PlanError as error:
@@ -297,11 +297,10 @@ def _classes(hardware: Hardware) -> list[Hardware]:
     """Each as if all nodes were of it, but for the network: its workers send among all."""
     slowest = hardware.speed.network_bytes_per_second
     return [
-        replace(
-            one,
+        one._replace(
             num_nodes=hardware.num_nodes,
             devices_per_node=hardware.devices_per_node,
-            speed=replace(one.speed, network_bytes_per_second=slowest),
+            speed=one.speed._replace(network_bytes_per_second=slowest),
         )
         for one in hardware.groups
     ]
@@ -421,8 +420,7 @@ def with_shares(plan: TrainPlan, mixed: MixedPlan) -> TrainPlan:
         fullest = max(one.memory_bytes or 0 for one in groups)
         seconds = float(f"{mixed.step_seconds:.{_DIGITS}g}")
         predicted = predicted._replace(memory_bytes=fullest, step_seconds=seconds)
-    return replace(
-        plan,
+    return plan._replace(
         groups=groups,
         micro_batch=min(one.micro_batch for one in groups),
         accumulation=max(-(-one.sequences // one.micro_batch) for one in groups),

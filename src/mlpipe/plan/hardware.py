@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -80,8 +79,7 @@ GPUS, CPU_CORE = _read_catalogue()
 _OF_COMMANDS = Gpu(0, None, 0.0, 0.0, 0.0, 0.0, 0.0, None)
 
 
-@dataclass(frozen=True)
-class Hardware:
+class Hardware(NamedTuple):
     """`memory_bytes`: of one device; on CPU a worker's share of its node. `peak_flops`: dense, per device,
     by precision; a precision that is missing has no known peak (on CPU the worker measures it).
     `price_usd_per_device_hour`: None where nobody said. `native_bf16`: the instructions by which the CPU
@@ -92,7 +90,7 @@ class Hardware:
     devices_per_node: int
     memory_bytes: int
     name: str
-    peak_flops: dict[str, float]
+    peak_flops: Mapping[str, float]
     cpus_per_node: int
     speed: Speed = CPU_CORE
     price_usd_per_device_hour: float | None = None
@@ -179,14 +177,13 @@ def together(groups: Sequence[Hardware]) -> Hardware:
     }
     prices = [one.price_usd_per_device_hour for one in groups]
     network = min(one.speed.network_bytes_per_second for one in groups)
-    return replace(
-        slowest,
+    return slowest._replace(
         num_nodes=num_nodes,
         memory_bytes=min(one.memory_bytes for one in groups),
         name=" + ".join(dict.fromkeys(one.name for one in groups)),
         peak_flops=peaks,
         cpus_per_node=min(one.cpus_per_node for one in groups),
-        speed=replace(slowest.speed, peak_flops=known, network_bytes_per_second=network),
+        speed=slowest.speed._replace(peak_flops=known, network_bytes_per_second=network),
         price_usd_per_device_hour=None
         if None in prices
         else sum((one.price_usd_per_device_hour or 0.0) * one.num_nodes for one in groups) / num_nodes,
@@ -220,8 +217,7 @@ def _sliced(gpu: Gpu, resources: Resources) -> Gpu:
 
 def cpu_speed(num_cores: float) -> Speed:
     """Of a worker with a share of its node's cores, as the catalogue assumes it."""
-    return replace(
-        CPU_CORE,
+    return CPU_CORE._replace(
         peak_flops={name: peak * num_cores for name, peak in CPU_CORE.peak_flops.items()},
         memory_bytes_per_second=CPU_CORE.memory_bytes_per_second * num_cores,
     )

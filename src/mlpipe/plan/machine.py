@@ -73,9 +73,8 @@ class Machine:
         peaks = {name: core.matmul_flops * cores / base.achievable_ratio for name, core in self.core.items()}
         by = ["a short measurement"] if self.core else []
         by += [f"{len(self.runs)} run{'s' if len(self.runs) > 1 else ''} here"] if self.runs else []
-        return replace(
-            base,
-            peak_flops=base.peak_flops | peaks,
+        return base._replace(
+            peak_flops={**base.peak_flops, **peaks},
             passes_seconds={name: each * median(ratios[name] or [1.0]) for name, each in seconds.items()},
             calibrated=f"{processor()}, by {' and '.join(by)}",
         )

@@ -1,7 +1,6 @@
 """What is trained (`TrainPlan.model`), the weights it begins with, and what is added to it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from mlpipe._core.quantized import Base
@@ -39,8 +38,7 @@ class AdapterPlan(NamedTuple):
     base: Sparse[Base | None] = None
 
 
-@dataclass(frozen=True)
-class FoundWeights:
+class FoundWeights(NamedTuple):
     """What `init_from` led to when it was looked up first, which is what every attempt starts from. `words`:
     for people. `format`, `store_url`, `key`: a checkpoint's prefix there, or a file or folder of safetensors.
     `step`: of a checkpoint. `digest`: of the manifest, or of names, sizes, times and headers of files; None
@@ -57,8 +55,7 @@ class FoundWeights:
     revision: Sparse[str | None] = None
 
 
-@dataclass(frozen=True)
-class InitPlan:
+class InitPlan(NamedTuple):
     """`asked`: as in the file, one of `path`, `model`, or `run` and `stage`. `path`: that one with its
     placeholders filled. `map`: patterns of names there and what they are here. `strict`: every tensor here is
     there, none besides. `found`: None before somebody looked. `config`, `revision`: of open weights their
@@ -69,5 +66,5 @@ class InitPlan:
     map: dict[str, str]
     strict: bool
     found: FoundWeights | None = None
-    config: dict[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = {}
     revision: Sparse[str | None] = None

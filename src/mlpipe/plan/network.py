@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlpipe._core.units import parse_bytes
@@ -27,10 +26,10 @@ def on_network(hardware: Hardware, pipeline: Pipeline, resources: Resources | No
     if spec is None or resources is None or not resources.gpus_per_node:
         return hardware
     if (racks := racks_of(pipeline)) is not None:
-        speed = replace(
-            hardware.speed, rack_nodes=racks.nodes, rack_bytes_per_second=racks.gb_per_second * 1e9
+        speed = hardware.speed._replace(
+            rack_nodes=racks.nodes, rack_bytes_per_second=racks.gb_per_second * 1e9
         )
-        hardware = replace(hardware, speed=speed)
+        hardware = hardware._replace(speed=speed)
     if resources.device is not None and resources.device.network_gb_per_second is not None:
         return hardware
     profile = _profile(spec)
@@ -40,7 +39,7 @@ def on_network(hardware: Hardware, pipeline: Pipeline, resources: Resources | No
         rate = profile.speed_of(resources.gpu or "")
     else:
         return hardware
-    return replace(hardware, speed=replace(hardware.speed, network_bytes_per_second=rate))
+    return hardware._replace(speed=hardware.speed._replace(network_bytes_per_second=rate))
 
 
 def racks_of(pipeline: Pipeline) -> Racks | None:

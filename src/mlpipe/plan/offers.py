@@ -146,7 +146,7 @@ def hardware_of(offer: Offer, resources: Resources | None) -> Hardware:
     speed = gpu.speed
     if num_gpus > 1 and offer.link_bytes_per_second is not None:  # whole GB/s: few hardwares to plan for
         link = max(1.0, math.floor(offer.link_bytes_per_second / 1e9)) * 1e9
-        speed = replace(speed, link_bytes_per_second=min(speed.link_bytes_per_second, link))
+        speed = speed._replace(link_bytes_per_second=min(speed.link_bytes_per_second, link))
     return Hardware(
         "cuda",
         1,
@@ -262,7 +262,7 @@ def consider(
             if offer.disk_bytes < disk:
                 raise UnfitError(f"less than {format_bytes(disk)} of disk")
             hardware = hardware_of(offer, resources)
-            key = str(replace(hardware, price_usd_per_device_hour=None))
+            key = str(hardware._replace(price_usd_per_device_hour=None))
             if key not in planned:
                 try:
                     planned[key] = make_plan(hardware)

@@ -1,4 +1,4 @@
-"""One attempt of one stage, with numbers: the frozen dataclasses of `plan.json`, which is all that a worker
+"""One attempt of one stage, with numbers: the frozen dataclass of `plan.json`, which is all that a worker
 reads. What a stage does stands in `work.py`, and in `kinds/<kind>/plan.py`.
 
 Importable with the standard library alone. Written by `plan/build.py`, read by `train/` and `submit/`.
@@ -46,8 +46,7 @@ class PreflightPlan(NamedTuple):
     spares: Sparse[int] = 0
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """How workers are started: `nproc_per_node` of them on each of `num_nodes` nodes, each of them Python
     with `argv` and with `env` besides what it inherits. Without workers: one process a node, no `argv`.
     `replicas`: all this is of one of them; None: there is one, and it is the whole training."""

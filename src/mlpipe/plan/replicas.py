@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.candidates import global_batch, islands_plan, pick
 from mlpipe.plan.choose import Candidate
@@ -22,13 +20,13 @@ def best_on(spec: Train, shape: ModelShape, hardware: Hardware, num_nodes: int) 
     part = -(-batch // (num_nodes * num_workers)) * num_workers  # of the node that has the most
     data = {"batch_size": part} | ({"batch_tokens": None} if hasattr(spec.data, "batch_tokens") else {})
     own = spec.model_copy(update={"data": spec.data.model_copy(update=data)})
-    best, _ = pick(own, shape, replace(hardware, num_nodes=1))
+    best, _ = pick(own, shape, hardware._replace(num_nodes=1))
     if best.seconds is None or best.mesh is None or best.hours is None:
         return best
     layout = layout_of(best.strategy, best.mesh, best.communication)
     trained, islands = shape.parameters.trained, islands_plan(spec)
     sent = GRADIENT_BYTES * trained.total if islands is None else of_islands(islands, trained).reduced_bytes
-    there = replace(hardware, num_nodes=num_nodes)
+    there = hardware._replace(num_nodes=num_nodes)
     exposed = Wire(there).all_reduce(sent / layout.num_updating_ranks, num_nodes, num_workers)
     seconds = best.seconds._replace(communication=best.seconds.communication + exposed)
     hours = best.hours + spec.steps * exposed / 3600

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -67,7 +67,7 @@ def scale_stage(
         spec = spec.model_copy(update={"mesh": None})
 
     def best_on(number: int) -> Candidate:
-        return pick(spec, shape, replace(hardware, num_nodes=number))[0]
+        return pick(spec, shape, hardware._replace(num_nodes=number))[0]
 
     return _scale(hardware, parse_nodes(nodes), best_on)
 
@@ -78,7 +78,7 @@ def _scale(hardware: Hardware, nodes: Sequence[int], best_on: Callable[[int], Ca
     first: float | None = None
     stopped = False
     for number in nodes:
-        there = replace(hardware, num_nodes=number)
+        there = hardware._replace(num_nodes=number)
         try:
             best = best_on(number)
         except PlanError as error:

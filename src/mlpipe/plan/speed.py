@@ -3,15 +3,14 @@ import it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from mlpipe.plan.measured import KernelRates
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """What the time model knows of a device. Bandwidths in one direction: `link` to the others of its node,
     `network` to those of other nodes, which one device alone can use, `host` to the memory of the machine
     (0: it is the device's own). `achievable_ratio`: of the peak, by the best matmul. `multiprocessors`: 0
@@ -22,7 +21,7 @@ class Speed:
     passes of `plan/reference.py`'s model by precision, as this machine is known (`plan/machine.py`).
     `rack_nodes` have the network among themselves, `rack` is that to others; 0: nobody tells racks apart."""
 
-    peak_flops: dict[str, float]
+    peak_flops: Mapping[str, float]
     achievable_ratio: float
     memory_bytes_per_second: float
     link_bytes_per_second: float
@@ -30,8 +29,8 @@ class Speed:
     float8_speedup: float | None = None  # of a product, over bf16's; None: none is known
     host_bytes_per_second: float = 0.0
     multiprocessors: float = 0.0
-    kernels: dict[str, KernelRates] = field(default_factory=dict)
-    passes_seconds: dict[str, float] = field(default_factory=dict)
+    kernels: Mapping[str, KernelRates] = {}
+    passes_seconds: Mapping[str, float] = {}
     update_bytes_per_second: float | None = None
     kernel_seconds: float = 0.0
     collective_seconds: float = 0.0

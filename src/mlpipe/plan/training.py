@@ -3,7 +3,6 @@ candidate, and all that the trainer is told. Only the manifest of the tokens is 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -94,10 +93,8 @@ def train_plan(
         chosen, reason = pick(_with_chat(spec, known), shape, hardware)
         plan = _train_plan(spec, hardware, known, chosen, reason, global_batch(spec))
     if traced is not None and plan.pipeline is not None:
-        plan = dataclasses.replace(plan, pipeline=plan.pipeline._replace(cut=traced.cut))
-    return dataclasses.replace(
-        plan, resume=resume, init_from=init_plan(spec, known), freeze=spec.freeze or ()
-    )
+        plan = plan._replace(pipeline=plan.pipeline._replace(cut=traced.cut))
+    return plan._replace(resume=resume, init_from=init_plan(spec, known), freeze=spec.freeze or ())
 
 
 def adapter_plan(spec: Train) -> AdapterPlan | None:
@@ -141,7 +138,7 @@ def evaluation_plan(spec: Train, hardware: Hardware, known: Known, *, own_resour
     train = _train_plan(spec, hardware, known, chosen, reason, batch)
     # these are of training's steps
     off: dict[str, Any] = {"callbacks": (), "track": (), "validate": None}
-    return dataclasses.replace(train, predicted=None, memory_bytes=None, **off)
+    return train._replace(predicted=None, memory_bytes=None, **off)
 
 
 def shape_of(spec: Train, known: Known, traced: Traced | None = None) -> ModelShape | None:

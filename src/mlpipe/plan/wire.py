@@ -3,7 +3,7 @@ of its steps. Standard library only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mlpipe.plan.hardware import Hardware
 
@@ -62,8 +62,8 @@ class Wire:
         rate = self._network(num_ranks)
         if rate == self.hardware.speed.network_bytes_per_second:
             return self
-        speed = replace(self.hardware.speed, network_bytes_per_second=rate)
-        return Wire(replace(self.hardware, speed=speed))
+        speed = self.hardware.speed._replace(network_bytes_per_second=rate)
+        return Wire(self.hardware._replace(speed=speed))
 
     def beside(self, seconds: float, computing: float) -> tuple[float, float]:
         """Of a collective of so many seconds beside so many of computing: what is not hidden, and what

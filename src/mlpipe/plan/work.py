@@ -6,7 +6,6 @@ Importable with the standard library alone. Sequences are the unit of a batch:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from mlpipe._core.serial import Sparse
@@ -87,7 +86,8 @@ class GroupPlan(NamedTuple):
 
 
 class StageWork:
-    """What a stage of one kind does: the base of each kind's dataclass (`PLAN` in `kinds/<kind>/plan.py`)."""
+    """What a stage of one kind does: the base of each kind's NamedTuple or frozen dataclass (`PLAN` in
+    `kinds/<kind>/plan.py`)."""
 
     kind: ClassVar[str]  # its name
     argv: tuple[str, ...]  # of one that runs as a command; never given to a shell, `{{output}}` is its folder
@@ -111,12 +111,7 @@ class ProfilePlan(NamedTuple):
     memory: bool = False
 
 
-@dataclass(frozen=True)
-class TrainPlan(StageWork):
-    """All that the trainer is told."""
-
-    kind: ClassVar[str] = "train"
-
+class _Told(NamedTuple):
     model: ModelPlan
     data: DataPlan
     optimizer: OptimizerPlan
@@ -161,7 +156,7 @@ class TrainPlan(StageWork):
     init_from: InitPlan | None = None  # None: the seed's weights
     freeze: tuple[str, ...] = ()  # patterns of parameters that are not trained, see `_core/patterns.py`
     adapter: AdapterPlan | None = None  # None: the model's own parameters are trained
-    meaning: dict[str, Any] = field(default_factory=dict)  # see `plan/meaning.py`; kept with each checkpoint
+    meaning: Mapping[str, Any] = {}  # see `plan/meaning.py`; kept with each checkpoint
     callbacks: tuple[CallbackPlan, ...] = ()
     track: tuple[TrackerPlan, ...] = ()
     validate: ValidatePlan | None = None  # None: nobody measures while it trains
@@ -182,6 +177,12 @@ class TrainPlan(StageWork):
     # Of machines that differ, in the order of their ranks. `micro_batch` is then the smallest of theirs,
     # `accumulation` the most microbatches, `activation_checkpointing` what most is computed again.
     groups: Sparse[tuple[GroupPlan, ...]] = ()
+
+
+class TrainPlan(_Told, StageWork):
+    """All that the trainer is told."""
+
+    kind = "train"
 
     @property
     def exact_sums(self) -> bool:

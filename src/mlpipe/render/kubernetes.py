@@ -109,7 +109,7 @@ def replica_object(plan: Plan, number: int, avoid: Sequence[str] = ()) -> Json:
     """The Job of that replica of an elastic training, which may have a higher number than `stage_objects`
     gives: a node that is lost keeps its own. `avoid`: nodes besides those that the plan avoids."""
     cluster, config = plan.cluster, names.config_name(gang_name(plan), plan.to_json())
-    plan = replace(plan, launch=replace(plan.launch, avoid=(*plan.launch.avoid, *avoid)))
+    plan = replace(plan, launch=plan.launch._replace(avoid=(*plan.launch.avoid, *avoid)))
     assert cluster is not None
     own = labels(plan.run_id, plan.stage, plan.attempt, "worker")
     body = _replica_job(plan, number, cluster, own, config)

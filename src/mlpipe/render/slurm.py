@@ -83,7 +83,7 @@ def array_script(array: TaskArray, jobs: Sequence[SlurmJob], output: str) -> str
     memory = max(job.memory_mib for job in jobs)
     heads = [
         (
-            replace(plan, launch=replace(plan.launch, shutdown_seconds=seconds)),
+            replace(plan, launch=plan.launch._replace(shutdown_seconds=seconds)),
             replace(job, memory_mib=memory),
         )
         for plan, job in zip(array.plans.values(), jobs, strict=True)

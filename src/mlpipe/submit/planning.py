@@ -82,7 +82,7 @@ def planner(
             from mlpipe.store.preflight import nodes_to_avoid
 
             avoid = nodes_to_avoid(store, planned.stage_key, attempt, limits.slow_ratio)
-            planned = replace(planned, launch=replace(planned.launch, avoid=avoid))
+            planned = replace(planned, launch=planned.launch._replace(avoid=avoid))
         training = planned.part(TrainPlan)
         if training is None or training.init_from is None:
             return planned

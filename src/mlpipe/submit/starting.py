@@ -56,7 +56,7 @@ def with_weights(store: Store, plan: Plan) -> Plan:
             hint=f"say which: mlpipe resume {plan.run_id} {said}",
             kind="input",
         )
-    return replace(plan, work=replace(training, init_from=replace(init, found=source)))
+    return replace(plan, work=training._replace(init_from=init._replace(found=source)))
 
 
 def _kept(run: RunState, stage: str, init: InitPlan) -> FoundWeights | None:
@@ -123,7 +123,7 @@ def find(store: Store, run_id: str, init: InitPlan, folder: str) -> FoundWeights
     asked = init.asked
     if init.path is not None:
         found = _files(init.path, folder, is_made=bool(names(asked["path"])))
-        return replace(found, revision=init.revision)
+        return found._replace(revision=init.revision)
     other = open_store(_from(folder, asked["store"])) if "store" in asked else store
     if "model" in asked:
         return _model(other, asked["model"])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe._core.ids import spec_seal
@@ -28,8 +28,7 @@ class Console(Protocol):
         """A line that also a quiet call shows."""
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """An option that a backend adds to a verb. `repeated`: it takes several values, and is a tuple.
     `required`: the backend cannot do without."""
 
@@ -84,28 +83,25 @@ def refuse_sweep(submission: Submission, what: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Preview:
+class Preview(NamedTuple):
     """What would be sent: for machines, and the same for people."""
 
     document: Any
     text: str
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(NamedTuple):
     """Files to review and commit: `files` by name below `--out`; named "", the one is `--out` itself.
     `about`: what the JSON document says besides. `preview`: without `--out`. `head`: how a file begins that
     an earlier call wrote; what is there of them and is not in `files` goes."""
 
     files: Mapping[str, str]
     preview: Preview
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = {}
     head: str = ""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Of `mlpipe doctor`. `fail` keeps mlpipe from training there; `warn` takes something away."""
 
     name: str
@@ -114,8 +110,7 @@ class Finding:
     remedy: str | None = None
 
 
-@dataclass(frozen=True)
-class Availability:
+class Availability(NamedTuple):
     """Of a place, for a run that would be submitted now. `wait_seconds`: until its stages could begin; None:
     nobody knows. `words`: why. `lasting`: of a place that itself knows what the run takes and costs there."""
 

@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -65,7 +64,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
 
         held_out = open_dataset(plan.data, split="validation", seq_len=part.model.seq_len)
         sample = collate(held_out, np.zeros(1, dtype=np.int64))
-        part = replace(part, pipeline=with_cut(part, built.model, sample))
+        part = part._replace(pipeline=with_cut(part, built.model, sample))
     model = parallelize(built, session.world, part)
     key = chosen.key
     if part.adapter is not None:

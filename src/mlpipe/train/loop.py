@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -292,8 +292,8 @@ class Loop:
             scalars |= self.loss_scale.scalars()
         if self.plan.adapter is not None:
             scalars["adapter"] = self.plan.adapter._asdict()
-        if self.plan.init_from is not None:
-            scalars["init_from"] = asdict(self.plan.init_from)
+        if (init := self.plan.init_from) is not None:
+            scalars["init_from"] = init._asdict() | {"found": init.found and init.found._asdict()}
         if self.validation is not None:
             scalars["validation"] = self.validation.scalars()
         self.checkpointer.save(position.step, stored(self.model, self.update), scalars, best=best)

@@ -10,7 +10,6 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -72,8 +71,7 @@ def fitting_plan(
             )
         _log.warning("memory probe: %s; going on with micro_batch %d", problem, smaller[0])
         factor = plan.micro_batch // smaller[0]
-        plan = replace(
-            plan,
+        plan = plan._replace(
             micro_batch=smaller[0],
             accumulation=plan.accumulation * factor,
             smaller_micro_batches=smaller[1:],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +56,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     world = session.world
     group = plan.group_of(world.data_rank)
     if group is not None:
-        plan = replace(plan, activation_checkpointing=group.activation_checkpointing)
+        plan = plan._replace(activation_checkpointing=group.activation_checkpointing)
     seed_step(plan.seed, 0, 0)
     dataset = _dataset(session, plan)
     built = build_model(plan.model, seed=plan.seed, device_type=world.device.type, precision=plan.precision)
@@ -76,8 +75,8 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         pipeline = with_cut(plan, built.model, sample)
         if pipeline != plan.pipeline:
             notes.append(f"by FLOPs, the pipeline's stages begin with {', '.join(pipeline.cut)}")
-        plan = replace(plan, pipeline=pipeline)
-    model = parallelize(built, world, replace(plan, islands=None) if _is_one_island(session) else plan)
+        plan = plan._replace(pipeline=pipeline)
+    model = parallelize(built, world, plan._replace(islands=None) if _is_one_island(session) else plan)
     starting = time.perf_counter()
     if plan.init_from is not None:
         from mlpipe.train.starting import start

@@ -102,7 +102,7 @@ class Supervisor:
         threads of more than there are cores take the time of those that compute."""
         launch = self.plan.launch
         threads = max(1, int(launch.env.get("OMP_NUM_THREADS", "1")) // self.wanted)
-        of_replica = replace(launch, env={**launch.env, "OMP_NUM_THREADS": str(threads)})
+        of_replica = launch._replace(env={**launch.env, "OMP_NUM_THREADS": str(threads)})
         path = self.scratch / "plan-of-replica.json"
         path.write_text(replace(self.plan, launch=of_replica).to_json())
         return path

@@ -216,7 +216,7 @@ def test_top_marks_ranks_of_replicas_that_left(tmp_path):
     store, key = open_store(str(tmp_path)), "runs/e-1/stages/train/attempt-1"
     write_run(store, "e-1", {"train": stage_state("running")}, state="running")
     plan = plan_of(pipeline_of("quickstart", *QUICKSTART), "train")
-    plan = replace(plan, launch=replace(plan.launch, nproc_per_node=2))
+    plan = replace(plan, launch=plan.launch._replace(nproc_per_node=2))
     store.put(f"{key}/plan.json", plan.to_json().encode())
     for rank in range(6):
         step = {"kind": "step", "time": BEGIN, "step": 1, "compute_seconds": 0.4}

@@ -419,7 +419,7 @@ def test_padding_targets_and_waits_of_samples_of_different_lengths_are_shown(sto
                 }
         write_records(store, "runs/chat-1/stages/train/attempt-1", rank, records)
     chat = ChatPlan("data.jsonl", None, "model", packing="balanced")
-    work = replace(train_plan(2), data=DataPlan(None, None, None, chat=chat))
+    work = train_plan(2)._replace(data=DataPlan(None, None, None, chat=chat))
     plan = stage_plan("chat-1", "train", work=work)
     store.put("runs/chat-1/stages/train/attempt-1/plan.json", plan.to_json().encode())
     write_run(store, "chat-1", {"train": stage_state()})
@@ -434,7 +434,7 @@ def test_padding_targets_and_waits_of_samples_of_different_lengths_are_shown(sto
 
 def test_machines_that_were_checked_stand_with_what_they_can_do_and_the_slowest_in_bold(store):
     plan = stage_plan("checked-1", "train", work=train_plan(2))
-    plan = replace(plan, launch=replace(plan.launch, preflight=PreflightPlan(0.5, 1.0, 1, 1.0)))
+    plan = replace(plan, launch=plan.launch._replace(preflight=PreflightPlan(0.5, 1.0, 1, 1.0)))
     store.put(f"{plan.attempt_key}/plan.json", plan.to_json().encode())
     rates = {"n1": 80e9, HOSTILE: 20e9}
     checked = Checked(

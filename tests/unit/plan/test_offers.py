@@ -30,7 +30,7 @@ PLANS: dict[str, Plan] = {}  # of a handful of hardwares
 
 
 def plan_on(hardware: Hardware) -> Plan:
-    key = str(replace(hardware, price_usd_per_device_hour=None))
+    key = str(hardware._replace(price_usd_per_device_hour=None))
     if key not in PLANS:
         PLANS[key] = build_plan(PIPELINE, "train", Start("r", 1, "s3://b/p"), hardware)
     return PLANS[key]
@@ -173,7 +173,7 @@ def test_links_between_gpus_are_the_machines_own() -> None:
 def test_a_machine_without_room_for_what_waits_on_the_host_is_none() -> None:
     def offloaded(hardware: Hardware) -> Plan:
         plan = plan_on(hardware)
-        return replace(plan, work=replace(plan.work.training, host_memory_bytes=28 * GIB))
+        return replace(plan, work=plan.work.training._replace(host_memory_bytes=28 * GIB))
 
     roomy, small = offer(1, memory_bytes=32 * GIB), offer(2, memory_bytes=32 * GIB - 1)
     quotes, unfit = offers.consider([roomy, small], RESOURCES, Wishes(1e6), Work(), offloaded)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from kit.shapes import rank_work
 
@@ -67,9 +65,9 @@ def test_segments_grow_where_sizes_change(mesh: Mesh, checkpointing: str, why: s
 
 def test_segments_are_left_alone_where_nobody_has_tried() -> None:
     h100, mi300x = gpus("H100-80GB"), gpus("MI300X")
-    both = replace(h100, groups=(h100, gpus("A100-80GB")))
+    both = h100._replace(groups=(h100, gpus("A100-80GB")))
     assert allocators.environment(both, Mesh(dp_shard=2), "full") == GROW
-    mixed = replace(h100, name="H100-80GB + MI300X", groups=(h100, mi300x))
+    mixed = h100._replace(name="H100-80GB + MI300X", groups=(h100, mi300x))
     for hardware in (mi300x, gpus("H100-80GB 3g.40gb"), gpus("mine"), mixed):
         assert allocators.environment(hardware, Mesh(dp_shard=2), "full") == {}
         assert allocators.other_environment(hardware, Mesh(), "none", {}) == {}

@@ -280,7 +280,7 @@ def test_auto_takes_the_fastest_that_fits() -> None:
     hardware = stage_hardware(pipeline, "train")
     seen, fitting = [], []
     for gib in (400, 40, 24, 16, 4):
-        small = dataclasses.replace(hardware, memory_bytes=gib * GIB)
+        small = hardware._replace(memory_bytes=gib * GIB)
         fits = [c for c in compare(pipeline, "train", small) if c.fits and c.asked]
         alone = [c for c in fits if c.mesh is not None and c.mesh.tp == c.mesh.cp == c.mesh.pp == 1]
         fitting.append({(c.strategy, c.mesh, c.micro_batch) for c in alone})
@@ -449,14 +449,14 @@ RATES = KernelRates(1e11, ((1e6, 1.0),), 1e10, 1e10, 1e10)
 def _measured(bf16_flops: float) -> Hardware:
     kernels = {"fp32": RATES, "bf16": dataclasses.replace(RATES, peak_flops=bf16_flops)}
     peaks = {name: rates.peak_flops for name, rates in kernels.items()}
-    return dataclasses.replace(cpu(), speed=dataclasses.replace(CPU_CORE, kernels=kernels, peak_flops=peaks))
+    return cpu()._replace(speed=CPU_CORE._replace(kernels=kernels, peak_flops=peaks))
 
 
 @pytest.mark.parametrize(
     ("hardware", "precision", "reason"),
     [
         (cpu(), "fp32", "no bf16 instructions are known of this CPU"),
-        (dataclasses.replace(cpu(), native_bf16="amx_bf16"), "bf16", "this CPU has amx_bf16"),
+        (cpu()._replace(native_bf16="amx_bf16"), "bf16", "this CPU has amx_bf16"),
         (_measured(2e11), "bf16", "bf16 was measured at 2 times the speed of fp32"),
         (_measured(5e10), "fp32", "bf16 was measured at 0.5 times the speed of fp32"),
         (detect_hardware(Resources(gpus_per_node=8, gpu="H200")), "bf16", "H200 computes it natively"),
@@ -555,7 +555,7 @@ def test_a_gpu_described_in_the_spec() -> None:
     )
     changed, known = detect_hardware(slower), GPUS["H100-80GB"]
     assert changed.memory_bytes == 94 * GIB
-    assert changed.speed == dataclasses.replace(known.speed, memory_bytes_per_second=2.4e12)
+    assert changed.speed == known.speed._replace(memory_bytes_per_second=2.4e12)
 
 
 def test_an_evaluation_needs_files_that_are_held_out() -> None:

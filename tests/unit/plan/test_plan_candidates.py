@@ -85,8 +85,8 @@ def mesh_for(strategy: Strategy, ranks: int) -> Mesh:
 @settings(max_examples=6, deadline=None)
 def test_more_memory_never_makes_a_fitting_plan_unfit(preset: str, gib: int, more: int) -> None:
     pipeline = llm(f"train.model.preset={preset}", "train.model.seq_len=1024", "train.compile=off")
-    small = dataclasses.replace(gpus(num_nodes=2), memory_bytes=gib * GIB)
-    large = dataclasses.replace(small, memory_bytes=(gib + more) * GIB)
+    small = gpus(num_nodes=2)._replace(memory_bytes=gib * GIB)
+    large = small._replace(memory_bytes=(gib + more) * GIB)
     fits = [
         {c for c in compare(pipeline, "train", h) if c.fits and c.mesh and is_named(c.mesh)}
         for h in (small, large)
@@ -164,7 +164,7 @@ def test_units_of_time_and_cost_agree() -> None:
     assert memory is not None
     parts = memory._asdict()
     assert memory.total == sum(parts.values()) - 2 * parts["reused"]
-    unpriced = compare(llm(), "train", dataclasses.replace(gpus(num_nodes=2), price_usd_per_device_hour=None))
+    unpriced = compare(llm(), "train", gpus(num_nodes=2)._replace(price_usd_per_device_hour=None))
     assert {c.usd for c in unpriced} == {None}
 
 
@@ -262,11 +262,11 @@ def test_computing_hides_what_it_can() -> None:
 
 
 def test_a_calibrated_cpu_gathers_and_scatters_at_its_own_rates() -> None:
-    speed = dataclasses.replace(CPU_CORE, link_bytes_per_second=4e9, collective_seconds=1e-4)
+    speed = CPU_CORE._replace(link_bytes_per_second=4e9, collective_seconds=1e-4)
     cpu = Hardware("cpu", 1, 2, GIB, "CPU worker", {}, 2, speed)
     assert Wire(cpu).reduce_scatter(8e9, 2) == Wire(cpu).all_reduce(8e9, 2)  # gloo's
     rates = {"gather_bytes_per_second": 1e9, "scatter_bytes_per_second": 5e8}
-    wire = Wire(dataclasses.replace(cpu, speed=dataclasses.replace(speed, **rates)))
+    wire = Wire(cpu._replace(speed=speed._replace(**rates)))
     assert wire.all_gather(2e9, 2) == pytest.approx(2 + 1e-4)
     assert wire.all_gather(2e9, 1) == 0
     # two gatherings of 4 blocks in bf16 and of the rest, one scattering in fp32; copies are in the rates
@@ -281,14 +281,14 @@ def test_a_calibrated_cpu_gathers_and_scatters_at_its_own_rates() -> None:
 def test_a_calibrated_cpu_streams_large_tensors_at_their_own_rate() -> None:
     """What a core's caches do not hold. Of 2,048 tokens 256 channels are 2 MiB, 128 one."""
     rates = KernelRates(1e11, ((1e9, 1.0),), 1e11, 10e9, 10e9)
-    speed = dataclasses.replace(CPU_CORE, peak_flops={"fp32": 1e11}, kernels={"fp32": rates})
+    speed = CPU_CORE._replace(peak_flops={"fp32": 1e11}, kernels={"fp32": rates})
     cpu = Hardware("cpu", 1, 1, GIB, "CPU worker", {}, 1, speed)
     traffic = traffic_by_width(256, 128, 704)
     assert sum(num_bytes for _, num_bytes in traffic) == traffic_block(256, 128, 704)
     every = 2048 * traffic_block(256, 128, 704)
     assert Kernels("fp32", False, "cpu", cpu.speed).between(2048, traffic) == pytest.approx(every / 10e9)
     slow = dataclasses.replace(rates, large_bytes_per_second=5e9)
-    cpu = dataclasses.replace(cpu, speed=dataclasses.replace(speed, kernels={"fp32": slow}))
+    cpu = cpu._replace(speed=speed._replace(kernels={"fp32": slow}))
     small = 2048 * 38 * 128
     assert Kernels("fp32", False, "cpu", cpu.speed).between(2048, traffic) == pytest.approx(
         small / 10e9 + (every - small) / 5e9
@@ -302,11 +302,11 @@ def test_a_calibrated_cpu_streams_large_tensors_at_their_own_rate() -> None:
 
 def test_whole_passes_of_the_reference_model_scale_the_kernels() -> None:
     rates = KernelRates(1e11, ((1e9, 1.0),), 1e11, 10e9, 10e9)
-    speed = dataclasses.replace(CPU_CORE, peak_flops={"fp32": 1e11}, kernels={"fp32": rates})
+    speed = CPU_CORE._replace(peak_flops={"fp32": 1e11}, kernels={"fp32": rates})
     cpu = Hardware("cpu", 1, 1, GIB, "CPU worker", {}, 1, speed)
     reference = REFERENCE["cpu"], reference_step("cpu", "fp32")
     twice = dataclasses.replace(rates, passes_seconds=2 * passes(*reference, cpu).compute)
-    slower = dataclasses.replace(cpu, speed=dataclasses.replace(speed, kernels={"fp32": twice}))
+    slower = cpu._replace(speed=speed._replace(kernels={"fp32": twice}))
     other = Dense(PRESETS["llama-25m"]), StepShape(512, 2, 3, "fp32", "full", compiled=True)
     for shape, step in (reference, other):
         told = passes(shape, step, slower).compute
@@ -316,7 +316,7 @@ def test_whole_passes_of_the_reference_model_scale_the_kernels() -> None:
 def test_what_spares_memory_pays_for_new_memory() -> None:
     """Of a block of llama-4m and 2,048 tokens those of its width (2 MiB) and of the MLP's are large; k, v and
     what the rotation halves are not."""
-    speed = dataclasses.replace(CPU_CORE, new_tensor_seconds=1.0)
+    speed = CPU_CORE._replace(new_tensor_seconds=1.0)
     cpu = Hardware("cpu", 1, 2, 8 * GIB, "CPU worker", {}, 2, speed)
 
     def seconds(mesh: Mesh, checkpointing: str, hardware: Hardware = cpu) -> float:
@@ -327,9 +327,9 @@ def test_what_spares_memory_pays_for_new_memory() -> None:
     assert seconds(Mesh(dp_shard=2), "none") == 4 * (30 + 9 + 8)
     assert seconds(Mesh(), "full") == 4 * (47 + 9 + 2 + 4)
     assert seconds(Mesh(dp_replicate=2), "none") == 0
-    assert seconds(Mesh(dp_shard=2), "none", dataclasses.replace(cpu, device="cuda")) == 0
+    assert seconds(Mesh(dp_shard=2), "none", cpu._replace(device="cuda")) == 0
     quickstart = load_pipeline(ROOT / "pipelines" / "quickstart.yaml", overrides=["train.model.seq_len=1024"])
-    never = dataclasses.replace(cpu, speed=CPU_CORE)
+    never = cpu._replace(speed=CPU_CORE)
     found, before = (compare(quickstart, "train", hardware) for hardware in (cpu, never))
     more = {
         (c.strategy, c.micro_batch, c.activation_checkpointing): c.step_seconds - other.step_seconds
@@ -348,7 +348,7 @@ def test_what_spares_memory_pays_for_new_memory() -> None:
 def test_a_slow_store_is_waited_for() -> None:
     """8 ranks of 1 GB each through 1 GB/s take 8 s, of which the training hides what lies between saves."""
     fast = gpus()
-    slow = dataclasses.replace(fast, speed=dataclasses.replace(fast.speed, store_bytes_per_second=1e9))
+    slow = fast._replace(speed=fast.speed._replace(store_bytes_per_second=1e9))
     copying = save_seconds(1e9, fast, None)
     assert copying == pytest.approx(0.05)
     assert save_seconds(1e9, slow, 5.0) == pytest.approx(copying + 3.0)
@@ -498,7 +498,7 @@ def test_float8_spares_time_of_the_blocks_products_where_it_is_known() -> None:
         found("train.float8=true", "train.precision=auto", on="V100")
     spec = llm("train.float8=true", "train.precision=auto").stage("train").part(Train)
     assert spec is not None
-    assert precision_on(spec, dataclasses.replace(gpus(), device="cpu"))[0] == "bf16", "emulated"
+    assert precision_on(spec, gpus()._replace(device="cpu"))[0] == "bf16", "emulated"
 
 
 def test_what_must_repeat_to_the_bit_gathers_keys_and_values_whatever_is_cheaper() -> None:
@@ -527,11 +527,11 @@ def test_a_fused_head_takes_less_memory_and_hardly_more_time() -> None:
 
 def test_copies_that_computing_does_not_hide_are_exposed() -> None:
     hardware = gpus()
-    slow = dataclasses.replace(hardware, speed=dataclasses.replace(hardware.speed, host_bytes_per_second=1e9))
+    slow = hardware._replace(speed=hardware.speed._replace(host_bytes_per_second=1e9))
     step_passes = Passes(5, 0.1, 0.5, 0.0, 0.0, 2, 0, 0, 2, overlap=True)
     assert offload_seconds(0, step_passes, slow) == 0.0
     # four blocks, 0.25 s each way: 0.15 s of it show in the forward pass, and none behind the backward's
     assert offload_seconds(10**9, step_passes, slow) == pytest.approx(2 * 4 * 0.15)
-    own = dataclasses.replace(slow, speed=dataclasses.replace(slow.speed, host_bytes_per_second=0.0))
+    own = slow._replace(speed=slow.speed._replace(host_bytes_per_second=0.0))
     twice = 2 * 2 * copy_seconds(2 * 10**9, own.speed)
     assert offload_seconds(10**9, step_passes, own) == pytest.approx(twice)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from mlpipe.spec.load import load_pipeline_text
 
 pytestmark = pytest.mark.unit
 CPU = Hardware("cpu", 1, 4, 8 * GIB, "CPU worker", {}, 4)
-PAIR = replace(CPU, num_nodes=2)
+PAIR = CPU._replace(num_nodes=2)
 CHAT = "{chat: train.jsonl, tokenizer: ./model, batch_size: 64, micro_batch: 1}"
 TOKENS = "{tokens: tokens, batch_size: 64, micro_batch: 1}"
 PRESET = "{preset: llama-25m, seq_len: 256, vocab_size: 4096}"
@@ -48,7 +47,7 @@ def test_packed_conversations_are_gathered_once_a_step_where_that_fits():
     assert (often.communication, often.reshard_after_forward) == ("collective", True)
     between = (roomy.predicted.memory_bytes + often.predicted.memory_bytes) // 2
     assert often.predicted.memory_bytes < between < roomy.predicted.memory_bytes
-    tight = work_of("strategy: fsdp", hardware=replace(CPU, memory_bytes=between))
+    tight = work_of("strategy: fsdp", hardware=CPU._replace(memory_bytes=between))
     assert (tight.communication, tight.reshard_after_forward) == ("collective", True)
 
 
@@ -79,7 +78,7 @@ def test_each_of_several_nodes_has_all_weights_and_gradients_cross_once_a_step()
     """Of shards of a quarter, in fp32, to one other node by each worker: 4 bytes a parameter / 4, of which an
     all-reduce of two sends half, twice. Over a slow network a smaller part is worth more owners."""
     asked = "communication: on_demand, precision: fp32"
-    slow = [replace(PAIR, speed=replace(PAIR.speed, network_bytes_per_second=rate)) for rate in (1e6, 2e6)]
+    slow = [PAIR._replace(speed=PAIR.speed._replace(network_bytes_per_second=rate)) for rate in (1e6, 2e6)]
     one, two = work_of(f"{asked}, strategy: fsdp"), work_of(asked, hardware=slow[0])
     assert (two.strategy, two.mesh) == ("hsdp", Mesh(dp_replicate=2, dp_shard=4))
     assert two.shared_memory_bytes == one.shared_memory_bytes
@@ -99,8 +98,8 @@ def test_what_is_on_another_node_cannot_be_read():
     with pytest.raises(PlanError, match="fsdp does not split the weights within each node"):
         work_of("communication: on_demand, strategy: fsdp", hardware=PAIR)
     for more, hardware in (
-        ("", replace(CPU, num_nodes=4, devices_per_node=1)),
-        ("mesh: {dp_shard: 4}", replace(CPU, num_nodes=2, devices_per_node=2)),
+        ("", CPU._replace(num_nodes=4, devices_per_node=1)),
+        ("mesh: {dp_shard: 4}", CPU._replace(num_nodes=2, devices_per_node=2)),
     ):
         with pytest.raises(PlanError, match="split over workers of the same node"):
             work_of(f"communication: on_demand, {more}", hardware=hardware)

@@ -219,7 +219,7 @@ def test_the_cheaper_way_to_exchange_keys_and_values_is_chosen(
     cp: int, seq_len: int, gib: int, mode: str
 ) -> None:
     """Of two that fit the faster by more than 5 % is never left for the other; what fits is taken."""
-    hardware = dataclasses.replace(gpus(), memory_bytes=gib * 2**30)
+    hardware = gpus()._replace(memory_bytes=gib * 2**30)
     training = Training(8 // cp, seq_len, 1000, False, OptimizerCost(8), 1000, None)
     choices, mesh = Choices(1, mode, "bf16"), Mesh(dp_shard=8 // cp, cp=cp)
 
@@ -248,11 +248,11 @@ def test_a_ring_is_chosen_where_what_is_gathered_does_not_fit() -> None:
     needs = [candidate(way, gpus(4)).memory for way in ("all_gather", "ring")]
     gathered, ring = (one.total for one in needs if one is not None)
     kv_bytes = 2 * 2 * 2**20 * 8 * 128
-    between = dataclasses.replace(gpus(4), memory_bytes=(gathered + ring) // 2)
+    between = gpus(4)._replace(memory_bytes=(gathered + ring) // 2)
     assert gathered - ring > 2 * kv_bytes
     assert candidate("auto", between).fits
     assert candidate("auto", between).context_exchange == "ring"
-    roomy = dataclasses.replace(gpus(), memory_bytes=2**40)
+    roomy = gpus()._replace(memory_bytes=2**40)
     assert price(Mesh(cp=8), hardware=roomy).context_exchange == "all_gather"
 
 
@@ -301,7 +301,7 @@ def test_experts_are_gathered_by_who_has_the_same_ones() -> None:
     shape = Experts(cast(MoeConfig, PRESETS["moe-16b"]))
     config = shape.config
     for num_ranks in (8, 16):
-        hardware = dataclasses.replace(gpus(num_ranks // 8), device="cpu")  # where nothing is hidden
+        hardware = gpus(num_ranks // 8)._replace(device="cpu")  # where nothing is hidden
         wire, step = Wire(hardware), StepShape(4096, 1, 1, "bf16", "none", compiled=False)
         own = passes(shape, step, hardware)
         experts = 3 * config.num_experts * config.dim * config.ffn_dim

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def test_pruning_loses_nothing(preset: str, batch: int, gib: int, monkeypatch: p
     """On 2 nodes of 8, with every recomputation: the same is chosen as among all that there is."""
     open_ = "train.activation_checkpointing=auto"
     spec, shape, hardware = asked(*sized(preset, 2, batch), open_)
-    hardware = dataclasses.replace(hardware, memory_bytes=gib * GIB)
+    hardware = hardware._replace(memory_bytes=gib * GIB)
     pruned = enumerate_candidates(spec, shape, hardware, every=False)
     real = search.search
     monkeypatch.setattr(search, "search", lambda *args: real(*args, prune=False))
@@ -118,7 +117,7 @@ def test_what_was_looked_at_to_choose_is_not_looked_at_again_to_compare(
     )
     enumerate_candidates(spec, shape, hardware)
     assert not looks
-    enumerate_candidates(spec, shape, dataclasses.replace(hardware, memory_bytes=40 * GIB))
+    enumerate_candidates(spec, shape, hardware._replace(memory_bytes=40 * GIB))
     assert looks
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +157,8 @@ def test_auto_gathers_once_a_step_where_that_saves_time(tmp_path, monkeypatch):
     ):
         write(tmp_path / "train.jsonl", lengths)
         pipeline = load_pipeline_text(TEXT, "p.yaml")
-        speed = replace(CPU.speed, link_bytes_per_second=rate, gather_bytes_per_second=rate)
-        hardware = replace(CPU, speed=speed)
+        speed = CPU.speed._replace(link_bytes_per_second=rate, gather_bytes_per_second=rate)
+        hardware = CPU._replace(speed=speed)
         plan = build_plan(pipeline, "train", Start("r", 1, "./runs"), hardware).work.training
         assert plan.communication == way
         assert plan.predicted is not None
@@ -171,8 +170,8 @@ def test_auto_gathers_once_a_step_where_that_saves_time(tmp_path, monkeypatch):
             f"workers wait, since samples differ in length: collective {100 * told['collective']:.1f} %"
             in shown
         )
-    apart = build_plan(pipeline, "train", Start("r", 1, "./runs"), replace(CPU, num_nodes=2)).work.training
+    apart = build_plan(pipeline, "train", Start("r", 1, "./runs"), CPU._replace(num_nodes=2)).work.training
     assert list(apart.predicted.idle_ratios) == ["collective", "resident"]  # weights lie over both nodes
     within = load_pipeline_text(TEXT.replace("strategy: fsdp", "strategy: hsdp"), "p.yaml")
-    told = build_plan(within, "train", Start("r", 1, "./runs"), replace(CPU, num_nodes=2)).work.training
+    told = build_plan(within, "train", Start("r", 1, "./runs"), CPU._replace(num_nodes=2)).work.training
     assert list(told.predicted.idle_ratios) == ["collective", "resident", "on_demand"]

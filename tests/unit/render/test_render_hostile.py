@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,17 +95,16 @@ def hostile(text: str) -> Plan:
     """A user's text wherever a pipeline may have any."""
     assert TRAIN.cluster is not None
     patch = Patch("Pod", None, None, {"metadata": {"annotations": {"own": text}}}, None)
-    train = dataclasses.replace(
-        TRAINING,
+    train = TRAINING._replace(
         reason=text,
         data=TRAINING.data._replace(tokens=text),
         model=TRAINING.model._replace(build=TRAINING.model.build._replace(args={"a": text})),
     )
-    return dataclasses.replace(
+    return replace(
         TRAIN,
         work=train,
         store_url=f"s3://bucket/{text}",
-        launch=dataclasses.replace(TRAIN.launch, env={"OWN": text}),
+        launch=TRAIN.launch._replace(env={"OWN": text}),
         cluster=TRAIN.cluster._replace(
             image=text,
             node_selector={"pool": text},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import json
 from dataclasses import replace
@@ -151,7 +150,7 @@ def test_the_plan_travels_whole(name: str) -> None:
         assert Plan.from_json(config["data"]["plan.json"]) == plan
         volumes = {volume["name"]: volume for volume in pod_of(last)["volumes"]}
         assert volumes["plan"]["configMap"]["name"] == config["metadata"]["name"]
-        changed = dataclasses.replace(plan, spec_digest="f" * 64)
+        changed = replace(plan, spec_digest="f" * 64)
         assert stage_objects(changed)[0]["metadata"]["name"] != config["metadata"]["name"]
 
 
@@ -292,7 +291,7 @@ def test_a_command_on_two_nodes_is_a_gang_that_knows_where_to_meet() -> None:
 def test_nodes_that_did_not_pass_a_preflight_are_left_out() -> None:
     """A name each: the API server refuses a list of several in matchFields, and names of no node."""
     plan = plan_of(pipeline_of("llm"), "train")
-    plan = replace(plan, launch=replace(plan.launch, avoid=("N1", "n1", "n2.zone-1", "n2..zone", "n.-1")))
+    plan = replace(plan, launch=plan.launch._replace(avoid=("N1", "n1", "n2.zone-1", "n2..zone", "n.-1")))
     affinity = pod_of(stage_objects(plan)[-1])["affinity"]["nodeAffinity"]
     (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert term["matchFields"] == [
@@ -649,7 +648,7 @@ def test_one_claim_in_two_places_is_one_volume() -> None:
 
 def test_a_plan_that_no_configmap_takes_is_refused() -> None:
     plan = quickstart()
-    large = dataclasses.replace(plan, work=dataclasses.replace(plan.work.training, reason="x" * 2**20))
+    large = replace(plan, work=plan.work.training._replace(reason="x" * 2**20))
     with pytest.raises(RenderError, match=r"plan\.json has \d+ bytes, a ConfigMap takes 1048576") as caught:
         stage_objects(large)
     assert (caught.value.where, "from a file" in str(caught.value.hint)) == ("train", True)

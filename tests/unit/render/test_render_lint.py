@@ -124,9 +124,9 @@ def test_the_grace_period_grows_with_the_checkpoint() -> None:
         "train.model={preset: llama-70b, seq_len: 8192}", "train.resources.nodes=16", "train.strategy=fsdp"
     )
     assert shutdown_seconds(train_of(huge), 8) == 650  # 847 GB over 16 nodes
-    alone = dataclasses.replace(train_of(huge), mesh=dataclasses.replace(train_of(huge).mesh, dp_shard=8))
+    alone = train_of(huge)._replace(mesh=dataclasses.replace(train_of(huge).mesh, dp_shard=8))
     assert shutdown_seconds(alone, 8) == CEILING_SECONDS
-    launch = dataclasses.replace(huge.launch, shutdown_seconds=CEILING_SECONDS)
+    launch = huge.launch._replace(shutdown_seconds=CEILING_SECONDS)
     found = lint(dataclasses.replace(huge, work=alone, launch=launch))
     (line,) = [line for line in found if "checkpoint" in line]
     assert "takes up to 2h21m (100 MB/s a node), but 1h00m after SIGTERM the pod is killed" in line

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ def name_of(who: tuple[str, str, Any, int]) -> str:
     kind, run_id, stage, attempt = who
     if kind == "driver":
         return driver_name(run_id, stage)
-    return gang_name(dataclasses.replace(PLAN, run_id=run_id, stage=stage, attempt=attempt))
+    return gang_name(replace(PLAN, run_id=run_id, stage=stage, attempt=attempt))
 
 
 @given(WHO)
@@ -62,10 +62,10 @@ def test_two_never_share_a_name(one: tuple[str, str, Any, int], other: tuple[str
 
 
 def test_usual_names_are_plain() -> None:
-    who = dataclasses.replace(PLAN, run_id="demo-20260101-000000-0000", stage="train", attempt=2)
+    who = replace(PLAN, run_id="demo-20260101-000000-0000", stage="train", attempt=2)
     assert gang_name(who) == "demo-20260101-000000-0000-train-a2"
     assert driver_name("demo-20260101-000000-0000") == "demo-20260101-000000-0000-driver"
-    long = dataclasses.replace(who, run_id="a-team-with-a-long-name-20260101-000000-0000")
+    long = replace(who, run_id="a-team-with-a-long-name-20260101-000000-0000")
     assert gang_name(long) == "a-team-with-a-long-name-train-a2-x" + gang_name(long)[-8:]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def test_only_the_newer_trainer_has_a_deadline() -> None:
 def test_without_a_runtime_nothing_is_rendered() -> None:
     plan = plan_of(pipeline_of("quickstart", *FORM), "train")
     assert plan.cluster is not None
-    without = dataclasses.replace(plan, cluster=plan.cluster._replace(trainjob=None))
+    without = replace(plan, cluster=plan.cluster._replace(trainjob=None))
     with pytest.raises(RenderError, match="names the runtime") as caught:
         stage_objects(without)
     assert caught.value.where == "stage 'train'"

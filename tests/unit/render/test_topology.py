@@ -83,8 +83,8 @@ def test_ranks_that_share_weights_stay_near_each_other(
     planned: tuple[Plan, Hardware], mesh: Mesh, slice_nodes: int
 ) -> None:
     plan, hardware = planned
-    work = replace(plan.work.training, mesh=mesh)
-    plan = replace(plan, work=work, launch=replace(plan.launch, num_nodes=NODES))
+    work = plan.work.training._replace(mesh=mesh)
+    plan = replace(plan, work=work, launch=plan.launch._replace(num_nodes=NODES))
     assert inner_nodes(plan) == slice_nodes
     at, places = placed(slice_nodes), [mesh.coordinates(rank) for rank in range(mesh.world_size)]
     hosts = numbered(at, mesh)
@@ -98,14 +98,14 @@ def test_ranks_that_share_weights_stay_near_each_other(
     parted = [number for number in range(len(hosts) - step) if racks[number] != racks[number + step]]
     assert len(parted) <= (len(set(racks)) - 1) * slice_nodes
 
-    slower = replace(hardware.speed, network_bytes_per_second=hardware.speed.network_bytes_per_second / 10)
+    slower = hardware.speed._replace(network_bytes_per_second=hardware.speed.network_bytes_per_second / 10)
     stride = 1
     for axis, size in reversed(mesh.axes.items()):
         if size > 1:
             leaves = any(len({hosts[rank // GPUS] for rank in group}) > 1 for group in groups(places, [axis]))
             seconds = [
                 Wire(where).all_gather(1e9, size, stride)
-                for where in (hardware, replace(hardware, speed=slower))
+                for where in (hardware, hardware._replace(speed=slower))
             ]
             assert (seconds[0] < seconds[1]) == leaves, axis
         stride *= size
@@ -129,14 +129,14 @@ def test_pipelines_stay_in_a_rack_that_holds_them(
 ) -> None:
     """Where racks are known to have sixteen nodes. What is in several is priced as that, and nothing else."""
     plan, hardware = planned
-    work = replace(plan.work.training, mesh=mesh)
-    plan = replace(plan, work=work, launch=replace(plan.launch, num_nodes=NODES))
+    work = plan.work.training._replace(mesh=mesh)
+    plan = replace(plan, work=work, launch=plan.launch._replace(num_nodes=NODES))
     assert inner_nodes(plan, 16) == slice_nodes
     racks = [LABELS[host]["rack"] for host in numbered(placed(slice_nodes), mesh)]
     places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
     speed, layout = hardware.speed, Layout(mesh)
-    slow = replace(speed, rack_nodes=16, rack_bytes_per_second=speed.network_bytes_per_second / 10)
-    near, between = (Wire(replace(hardware, speed=one)) for one in (speed, slow))
+    slow = speed._replace(rack_nodes=16, rack_bytes_per_second=speed.network_bytes_per_second / 10)
+    near, between = (Wire(hardware._replace(speed=one)) for one in (speed, slow))
 
     def seconds(axis: str, wire: Wire) -> float:
         if axis == "pp":

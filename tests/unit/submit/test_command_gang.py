@@ -72,7 +72,7 @@ class Pods:
     def __init__(self, folder: Path, script: str, num_nodes: int = 2) -> None:
         self.folder, self.store = folder, FolderStore(folder / "store")
         plan = stage_plan("r", "a", work=CommandPlan(tuple(shell(script))))
-        launch = replace(plan.launch, num_nodes=num_nodes, nproc_per_node=1)
+        launch = plan.launch._replace(num_nodes=num_nodes, nproc_per_node=1)
         self.plan = replace(plan, store_url=str(folder / "store"), launch=launch)
         (folder / "plan.json").write_text(self.plan.to_json())
 

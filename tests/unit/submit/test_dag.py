@@ -21,7 +21,7 @@ LAUNCH = Launch(
     shutdown_seconds=10.0, metrics_port=None,
 )  # fmt: skip
 ON_CPUS = Plan(1, "run", "test", "one", 1, "store", "digest", "digest", LAUNCH, CommandPlan(("true",)))
-ON_GPUS = replace(ON_CPUS, launch=replace(LAUNCH, device="cuda"))
+ON_GPUS = replace(ON_CPUS, launch=LAUNCH._replace(device="cuda"))
 OF_THE_DRIVER = replace(ON_GPUS, work=PromotePlan("one", None, "lm", None))
 
 

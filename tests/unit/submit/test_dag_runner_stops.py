@@ -241,7 +241,7 @@ def test_what_is_told_of_a_stage_is_of_its_latest_attempt(world: World) -> None:
     runs.update_run(world.store, "run", lambda run: replace(run, stages={"a": earlier}))
     (world.scratch / "a-2" / "left").mkdir(parents=True)
     plan = command_plan("a", 2)
-    plan = replace(plan, launch=replace(plan.launch, avoid=("n1", "n2")))
+    plan = replace(plan, launch=plan.launch._replace(avoid=("n1", "n2")))
     world.make_plan = lambda name, attempt: plan
     stage, seen = Stage(world.clock), []
 

@@ -164,7 +164,7 @@ def finished(tmp_path: Path, state: str = "done", threads: str = "1", steps: int
     told["model"] = training.work.training.model
     write_train_stage(store, "r", [Life(1, 0, 0, steps)], steps=steps, outcome=outcome, **told)
     plan = Plan.from_json(store.get(key))
-    launch = replace(plan.launch, env={"OMP_NUM_THREADS": threads})
+    launch = plan.launch._replace(env={"OMP_NUM_THREADS": threads})
     store.put(key, replace(plan, launch=launch).to_json().encode())
     write_run(store, "r", {"train": stage_state(state=state)}, TEXT)
     return store, "r"
@@ -182,7 +182,7 @@ def test_a_finished_training_corrects_what_the_next_one_is_told(tmp_path):
     assert training is not None
     real = measured(view.stages[0])
     assert real is not None
-    hardware = replace(stage_hardware(pipeline(), "train"), speed=known.speed(cpu_speed(1.0), 2, 1.0))
+    hardware = stage_hardware(pipeline(), "train")._replace(speed=known.speed(cpu_speed(1.0), 2, 1.0))
     assert priced(training, hardware).step_seconds == pytest.approx(real[1], rel=0.02)
     measuring.learn(view)
     assert machine.read() == known, "the same run, by the same figures"

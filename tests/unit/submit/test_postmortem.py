@@ -156,7 +156,7 @@ def test_a_pod_that_took_too_much_disk_says_what_to_raise(words):
 def test_of_nodes_that_hang_the_one_that_did_not_only_wait_is_told(server, api, tmp_path):
     """Though it spoke last: a rank that waits for the others notices first and knows least."""
     store = FolderStore(tmp_path)
-    launch = replace(PLAN.launch, num_nodes=3)
+    launch = PLAN.launch._replace(num_nodes=3)
     told = {"outcome": "failed", "kind": "failed", "where": None, "hint": None, "exit_code": 3}
     for name, time, more in (
         ("outcome", 1.0, {"waiting": ["all_reduce"]}),

@@ -302,7 +302,7 @@ def test_a_training_that_would_begin_again_is_not_queued_again_when_it_fails() -
     spec = pipeline_of("llm")
     plan = plan_of(spec, "train")
     assert isinstance(plan.work, TrainPlan)
-    trial = replace(plan, work=replace(plan.work, resume=False))
+    trial = replace(plan, work=plan.work._replace(resume=False))
     found = [scripts.of_plan(spec, one) for one in (plan, trial)]
     assert ['SLURM_RESTART_COUNT:-0}" -lt 0 ]' in text for text in found] == [False, True]
 
@@ -372,7 +372,7 @@ def test_the_name_of_a_run_begins_those_of_its_jobs_and_of_no_others() -> None:
 def test_nodes_that_did_not_pass_a_preflight_are_left_out_beside_ones_own() -> None:
     pipeline = pipeline_of("llm", "slurm.options={exclude: n9}")
     plan = plan_of(pipeline, "train")
-    plan = replace(plan, launch=replace(plan.launch, avoid=("n1", "n2")))
+    plan = replace(plan, launch=plan.launch._replace(avoid=("n1", "n2")))
     text = script(plan, slurm_job(pipeline, "train"), "out")
     assert [line for line in text.splitlines() if "--exclude" in line] == ["#SBATCH --exclude=n9,n1,n2"]
 
@@ -380,7 +380,7 @@ def test_nodes_that_did_not_pass_a_preflight_are_left_out_beside_ones_own() -> N
 @pytest.mark.parametrize(("avoided", "lost"), [(0, True), (7, True), (8, False)])
 def test_a_preflight_that_names_machines_is_tried_elsewhere_for_a_while(avoided: int, lost: bool) -> None:
     plan = plan_of(pipeline_of("llm"), "train")
-    plan = replace(plan, launch=replace(plan.launch, avoid=tuple(f"n{i}" for i in range(avoided))))
+    plan = replace(plan, launch=plan.launch._replace(avoid=tuple(f"n{i}" for i in range(avoided))))
     waited = AttemptOutcome("failed", kind="infrastructure", message="a peer is gone", time=1.0)
     fault = AttemptOutcome("failed", kind="infrastructure", cause=NODE_FAULT, message="n2: slow", time=2.0)
     ended = elsewhere(plan, [waited, fault])
@@ -598,7 +598,7 @@ def test_groups_of_machines_are_components_that_are_no_jobs_of_their_own() -> No
         pipeline_of("quickstart", groups, "slurm.stages={train: {groups: [{}, {}, {}]}}")
     spec = pipeline_of("quickstart", groups, options, "train.data.batch_size=9")
     plan = plan_of(spec, "train")
-    plan = replace(plan, launch=replace(plan.launch, avoid=("n7",)))
+    plan = replace(plan, launch=plan.launch._replace(avoid=("n7",)))
     text = script(plan, slurm_job(spec, "train"), "o")
     first, second = text.partition("\n\n")[0].split("#SBATCH hetjob\n")
     assert [first.count(f"--{one}") for one in ("mail-type", "signal", "output", "comment")] == [1, 1, 1, 1]

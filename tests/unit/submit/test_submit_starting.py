@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ def test_several_stages_with_checkpoints_need_a_name(store):
 def test_a_version_by_alias_or_number_and_another_store(store, tmp_path):
     found = find(store, "new", init(model="m@good"), ".")
     assert (found.words, found.key, found.step) == ("model m@good (version 1)", "models/m/1", 20)
-    assert find(store, "new", init(model="m/1"), ".") == replace(found, words="model m/1")
+    assert find(store, "new", init(model="m/1"), ".") == found._replace(words="model m/1")
     empty = FolderStore(tmp_path / "empty")
     assert find(empty, "new", init(model="m@good", store="store"), str(tmp_path)) == found
 

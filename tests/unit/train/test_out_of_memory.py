@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from kit.synthetic_run import train_plan
 
@@ -38,8 +36,7 @@ def test_it_comes_again_where_an_earlier_start_ended_after_the_same_step(tmp_pat
 
 
 def test_what_takes_less_is_what_the_plan_does_not_have():
-    plan = replace(
-        train_plan(2),
+    plan = train_plan(2)._replace(
         micro_batch=8,
         smaller_micro_batches=(2,),
         activation_checkpointing="selective",
@@ -53,6 +50,6 @@ def test_what_takes_less_is_what_the_plan_does_not_have():
         f"the plan expected 3.0 GiB of 4.0 GiB a worker; less take, the cheapest first: {less}, offload: opti"
     )
     assert remedy(plan).startswith(told)
-    sharded = replace(plan, mesh=Mesh(dp_shard=2), activation_checkpointing="full", smaller_micro_batches=())
+    sharded = plan._replace(mesh=Mesh(dp_shard=2), activation_checkpointing="full", smaller_micro_batches=())
     assert "first: micro_batch: 4 (it was 8), offload: activations, offload: optimizer;" in remedy(sharded)
-    assert "first: more or larger devices;" in remedy(replace(sharded, micro_batch=1, offload="all"))
+    assert "first: more or larger devices;" in remedy(sharded._replace(micro_batch=1, offload="all"))

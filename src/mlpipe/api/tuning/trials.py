@@ -131,9 +131,9 @@ class Trials:
         plan = make(self.stage, attempt)
         work = plan.work
         assert isinstance(work, TrainPlan)
-        once = replace(plan.launch, max_restarts=0)
+        once = plan.launch._replace(max_restarts=0)
         cluster = plan.cluster and plan.cluster._replace(max_gang_restarts=0)
-        return replace(plan, work=replace(work, resume=False), launch=once, cluster=cluster)
+        return replace(plan, work=work._replace(resume=False), launch=once, cluster=cluster)
 
     def seconds(self, config: Config) -> float | None:
         """Of a step: the median after the first third, which warms up. None where it fails, and says why.

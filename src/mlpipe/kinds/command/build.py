@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.plan.launch import Given, single_process
 from mlpipe.plan.plan import Launch
@@ -16,4 +14,4 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[CommandPlan, L
     # whoever runs it resolves once more, with {{output}}
     argv = tuple(resolve(word, given.known, partial=True) for word in stage.work)
     nodes = stage.resources.gang_nodes if stage.resources is not None else 1
-    return CommandPlan(argv), replace(single_process(stage, given), num_nodes=nodes)
+    return CommandPlan(argv), single_process(stage, given)._replace(num_nodes=nodes)

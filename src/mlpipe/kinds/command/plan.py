@@ -1,21 +1,19 @@
 """What plan.json says of a program."""
 
-from __future__ import annotations
-
 import shlex
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple
 
 from mlpipe.plan.work import StageWork
 
 
-@dataclass(frozen=True)
-class CommandPlan(StageWork):
+class _Told(NamedTuple):
+    argv: tuple[str, ...]
+
+
+class CommandPlan(_Told, StageWork):
     """A program with its arguments."""
 
-    kind: ClassVar[str] = "command"
-
-    argv: tuple[str, ...]
+    kind = "command"
 
     @property
     def summary(self) -> str:

@@ -1,22 +1,13 @@
 """What plan.json says of an evaluation."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal, NamedTuple
 
 from mlpipe.plan.data import DataPlan
 from mlpipe.plan.validation import MetricPlan
 from mlpipe.plan.work import StageWork, TrackerPlan, TrainPlan
 
 
-@dataclass(frozen=True)
-class EvaluatePlan(StageWork):
-    """Validation loss of a checkpoint of `train_stage`, and a gate over the metrics `val_loss`,
-    `val_perplexity`, `val_bits_per_byte` and those of `metrics`."""
-
-    kind: ClassVar[str] = "evaluate"
-
+class _Told(NamedTuple):
     train_stage: str
     train: TrainPlan  # of the training stage: model, precision, strategy
     data: DataPlan  # the held-out split
@@ -28,6 +19,13 @@ class EvaluatePlan(StageWork):
     checkpoint: Literal["latest", "best"] = "latest"
     metrics: tuple[MetricPlan, ...] = ()
     track: tuple[TrackerPlan, ...] = ()  # those of the training
+
+
+class EvaluatePlan(_Told, StageWork):
+    """Validation loss of a checkpoint of `train_stage`, and a gate over the metrics `val_loss`,
+    `val_perplexity`, `val_bits_per_byte` and those of `metrics`."""
+
+    kind = "evaluate"
 
     @property
     def summary(self) -> str:

@@ -1,25 +1,23 @@
 """What plan.json says of a promotion."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple
 
 from mlpipe.plan.work import StageWork, TrackerPlan
 
 
-@dataclass(frozen=True)
-class PromotePlan(StageWork):
-    """Which checkpoint becomes a version of which model."""
-
-    kind: ClassVar[str] = "promote"
-
+class _Told(NamedTuple):
     train_stage: str
     evaluate_stage: str | None
     model_name: str
     alias: str | None
     dry_run: bool = False  # registers nothing
     track: tuple[TrackerPlan, ...] = ()  # of the training: a tracker with a registry gets the version, too
+
+
+class PromotePlan(_Told, StageWork):
+    """Which checkpoint becomes a version of which model."""
+
+    kind = "promote"
 
     @property
     def summary(self) -> str:

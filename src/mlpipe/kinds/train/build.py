@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import ELASTIC_EXPERTS
 from mlpipe._core.presets import MOE
@@ -36,4 +34,4 @@ def plan(pipeline: Pipeline, stage: Stage, given: Given) -> tuple[TrainPlan, Lau
             hint="write communication: collective and a mesh of dp_replicate and dp_shard, or one number of "
             "nodes",
         )
-    return training, replace(launch, replicas=Replicas(*replicas))
+    return training, launch._replace(replicas=Replicas(*replicas))

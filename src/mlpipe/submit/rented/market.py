@@ -168,7 +168,7 @@ class Market:
 
 def _alike(one: Hardware, other: Hardware) -> bool:
     """Whether a plan for one is a plan for the other."""
-    return replace(one, price_usd_per_device_hour=None) == replace(other, price_usd_per_device_hour=None)
+    return one._replace(price_usd_per_device_hour=None) == other._replace(price_usd_per_device_hour=None)
 
 
 def _output_bytes(store: Store, stage_key: str) -> int:
