@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import yaml
-from yaml.emitter import ScalarAnalysis
 
 from mlpipe._core.errors import RenderError
 
@@ -113,17 +112,11 @@ def _escape(char: str) -> str:
 class _Dumper(yaml.SafeDumper):
     """Takes every style from its node and decides none by the look of a text."""
 
-    def analyze_scalar(self, scalar: str) -> ScalarAnalysis:
-        return ScalarAnalysis(
-            scalar=scalar,
-            empty=False,
-            multiline=False,
-            allow_flow_plain=True,
-            allow_block_plain=True,
-            allow_single_quoted=True,
-            allow_double_quoted=True,
-            allow_block=True,
-        )
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> None:
+        pass  # what tag a reader would give it
+
+    def process_tag(self) -> None:
+        pass  # none is written
 
     def check_simple_key(self) -> bool:
         return True  # never `? key`
@@ -137,11 +130,12 @@ class _Dumper(yaml.SafeDumper):
         super().expect_block_sequence()
 
     # PyYAML goes through each text by character, which took half of the time of all.
-    def write_double_quoted(self, text: str, split: bool = True) -> None:
-        self.write_indicator(_quoted(text), True)
-
-    def write_plain(self, text: str, split: bool = True) -> None:
-        self.write_indicator(text, True)
+    def process_scalar(self) -> None:
+        event: Any = self.event
+        if event.style == "|" and not self.flow_level:
+            self.write_literal(event.value)
+        else:
+            self.write_indicator(_quoted(event.value) if event.style else event.value, True)
 
     def write_literal(self, text: str) -> None:
         ends, pad = text.endswith("\n"), " " * (self.indent or 0)
