@@ -3,7 +3,7 @@ of its steps. Standard library only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlpipe.plan.hardware import Hardware
 
@@ -17,8 +17,7 @@ _STEP_GLOO = 60e-6
 _BESIDE = 24 / 132
 
 
-@dataclass(frozen=True)
-class Wire:
+class Wire(NamedTuple):
     """Collectives of one rank with `num_ranks` - 1 others that are `stride` ranks apart. `num_bytes`: of the
     whole tensor, gathered or before it is scattered."""
 

@@ -30,12 +30,12 @@ _MERGE_KEYS = {
     "ownerReferences": ("uid",),
 }
 # Labels that anything selects by: mlpipe itself, NetworkPolicies, PodMonitors, admission policies, Kueue.
-SELECTED = re.compile(
+SELECTED = (
     r"mlpipe\.dev/.*|app\.kubernetes\.io/(name|instance|version|component|part-of|managed-by)"
     r"|kueue\.x-k8s\.io/(queue-name|priority-class)"
 )
 _ABSENT = object()
-_POINTER = re.compile(r"(/([^/~]|~[01])*)*")  # RFC 6901
+_POINTER = r"(/([^/~]|~[01])*)*"  # RFC 6901
 _MAX_OBJECT_BYTES, _MAX_DEPTH = 3 * 2**20, 100  # of a request that an API server reads; of any sane object
 Json = dict[str, Any]
 
@@ -129,7 +129,7 @@ def _identity(document: Json, at: str = "") -> dict[str, Any]:
     own = {f"{at}/{key}": document.get(key) for key in ("apiVersion", "kind")}
     own |= {f"{at}/metadata/{key}": metadata.get(key) for key in ("name", "namespace")}
     for key, value in metadata.get("labels", {}).items():
-        if SELECTED.fullmatch(key):
+        if re.fullmatch(SELECTED, key):
             own[f"{at}/metadata/labels/{_token(key)}"] = value
     for path, template in _templates(document.get("spec")):
         own |= _identity(template, f"{at}/spec/{path}")
@@ -237,7 +237,7 @@ def _depth(value: Any) -> int:
 
 def _check_form(operation: Json) -> None:
     name, path = operation.get("op"), operation.get("path")
-    if not isinstance(path, str) or not _POINTER.fullmatch(path):
+    if not isinstance(path, str) or not re.fullmatch(_POINTER, path):
         raise _Misfit("", f"an operation needs a path like /spec/containers/0, not {path!r}")
     if name not in ("add", "remove", "replace", "move", "copy", "test"):
         raise _Misfit(path, f"op is {name!r}; write add, remove, replace, move, copy or test")
@@ -245,7 +245,7 @@ def _check_form(operation: Json) -> None:
         raise _Misfit(path, f"op {name} needs a value")
     if name in ("move", "copy"):
         source = operation.get("from")
-        if not isinstance(source, str) or not _POINTER.fullmatch(source):
+        if not isinstance(source, str) or not re.fullmatch(_POINTER, source):
             raise _Misfit(path, f"op {name} needs a 'from' like /spec/containers/0")
         if name == "move" and path.startswith(f"{source}/"):
             raise _Misfit(path, f"{source} cannot move into itself")

@@ -47,7 +47,7 @@ COORDINATOR_BYTES = 256 * 2**20
 _NO_PROXY = ("localhost", "127.0.0.1", ".svc", ".cluster.local")
 _DISK = "ephemeral-storage"
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-_NODE = re.compile(rf"{_LABEL}(\.{_LABEL})*")  # a DNS subdomain, as RFC 1123 has it
+_NODE = rf"{_LABEL}(\.{_LABEL})*"  # a DNS subdomain, as RFC 1123 has it
 Json = dict[str, Any]
 
 
@@ -335,7 +335,7 @@ def _place(spec: Json, plan: Plan, cluster: ClusterPlan, labels: Json) -> None:
     if expressions:
         terms["matchExpressions"] = expressions
     # The API server takes one name in a term, and no pod that names what no node can be called.
-    avoid = [node for node in plan.launch.avoid if _NODE.fullmatch(node)]
+    avoid = [node for node in plan.launch.avoid if re.fullmatch(_NODE, node)]
     if avoid:
         terms["matchFields"] = [
             {"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoid

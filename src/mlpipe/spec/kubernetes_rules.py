@@ -9,7 +9,7 @@ from mlpipe.spec.fields import is_range
 from mlpipe.spec.gpu_rules import ALONE, num_ranks
 from mlpipe.spec.kubernetes import Kubernetes
 from mlpipe.spec.problems import Problem, closest
-from mlpipe.spec.rules import TAKEN
+from mlpipe.spec.rules import is_taken
 from mlpipe.spec.tree import Node, get, groups_of, items_of, problem_of_key, text_of
 
 OWN_PATHS = ("/mlpipe", "/tmp", "/dev")  # of every pod: plan, scratch, cache, /tmp, /dev/shm
@@ -233,7 +233,7 @@ def _prepull(section: Node) -> Iterator[Problem]:
 def _secret_env(section: Node) -> Iterator[Problem]:
     names = get(section, "secret_env")
     for name, node in names.value.items() if names is not None and isinstance(names.value, dict) else ():
-        if TAKEN.fullmatch(name):
+        if is_taken(name):
             yield problem_of_key(node, f"{name} is set by torchrun and mlpipe", "remove it")
     names = get(section, "driver_secret_env")
     for name, node in names.value.items() if names is not None and isinstance(names.value, dict) else ():

@@ -93,7 +93,7 @@ def load_pipeline_text(text: str | bytes, name: str, *, overrides: Sequence[str]
         pipeline, problems = _with_sweep(root, name)
     if problems or pipeline is None:
         raise SpecErrors(problems)
-    pipeline._origin.places.update(_places(root))
+    pipeline._origin.update(_places(root))
     return pipeline
 
 

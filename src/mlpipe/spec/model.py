@@ -4,7 +4,6 @@ Shapes and types live here, of what a kind of stages adds in `kinds/<kind>/spec.
 fields or stages at once is in `spec/rules.py`.
 """
 
-import dataclasses
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -200,12 +199,12 @@ class Stage(_OfAnyKind):
         return self.work if isinstance(self.work, model) else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """`places`: by the name of a stage, where its resources stand in the file, or else its name. Pipelines
-    are equal wherever they stand."""
+class Origin(dict[str, Place]):
+    """By the name of a stage, where its resources stand in the file, or else its name. Pipelines are equal
+    wherever they stand."""
 
-    places: dict[str, Place] = dataclasses.field(default_factory=dict, compare=False)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
 
 
 class Pipeline(SpecModel):
@@ -241,7 +240,7 @@ class Pipeline(SpecModel):
 
     def place(self, stage: str) -> Place | None:
         """For an error that concerns all of the stage; None: nobody has read it from a file."""
-        return self._origin.places.get(stage)
+        return self._origin.get(stage)
 
     def resolved_yaml(self) -> str:
         """All overrides and defaults written out; loads back to an equal Pipeline in any YAML parser."""

@@ -190,10 +190,10 @@ def check(root: Node) -> Iterator[Problem]:
     """What violates a rule of the section."""
     env = get(root, "network", "env")
     if env is not None and isinstance(env.value, dict):
-        from mlpipe.spec.rules import TAKEN
+        from mlpipe.spec.rules import is_taken
 
         for name, node in env.value.items():
-            if TAKEN.fullmatch(name):
+            if is_taken(name):
                 yield problem_of_key(node, f"{name} is set by torchrun and mlpipe", "remove it")
 
 

@@ -15,13 +15,17 @@ from mlpipe.spec.part import kind_of, spec_part
 from mlpipe.spec.problems import Problem, closest
 from mlpipe.spec.tree import Node, each_alone, get, items_of, problem_of_key, text_of
 
-_SECRET = re.compile(
-    r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_?KEY|ACCESS_KEY|(^|_)TOKEN$", re.IGNORECASE
-)
+# Of variables in `env`; compiled for files that have some.
+_SECRET = r"(?i)SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_?KEY|ACCESS_KEY|(^|_)TOKEN$"
 OF_GPUS = ("gpus_per_node", "gpu", "slice", "gpu_sharing")
-TAKEN = re.compile(
+_TAKEN = (
     r"MLPIPE_.*|TORCHELASTIC_.*|PET_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME"
 )
+
+
+def is_taken(name: str) -> bool:
+    """Whether it is a variable that torchrun and mlpipe set."""
+    return re.fullmatch(_TAKEN, name) is not None
 
 
 def check(root: Node) -> list[Problem]:
@@ -122,9 +126,9 @@ def _env(stage: Node) -> Iterator[Problem]:
     if env is None or not isinstance(env.value, dict):
         return
     for name, node in env.value.items():
-        if TAKEN.fullmatch(name):
+        if is_taken(name):
             yield problem_of_key(node, f"{name} is set by torchrun and mlpipe", "remove it")
-        elif _SECRET.search(name):
+        elif re.search(_SECRET, name):
             yield problem_of_key(
                 node,
                 f"{name} looks like a secret, and a pipeline file is stored and shown",

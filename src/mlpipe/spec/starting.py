@@ -25,9 +25,10 @@ else:
         _of.RunWeights,
     )
 
-_OUTPUT = re.compile(r"\{\{\s*stages\.")
+# Compiled for files with a path of weights.
+_OUTPUT = r"\{\{\s*stages\."
 # below it without a way out: the output itself has no links
-_BELOW = re.compile(r"\{\{\s*stages\.[^{}]+\.output\s*\}\}(?:/(?!\.{1,2}(?:/|$))[^/{}]+)*/?")
+_BELOW = r"\{\{\s*stages\.[^{}]+\.output\s*\}\}(?:/(?!\.{1,2}(?:/|$))[^/{}]+)*/?"
 
 
 def _tag(value: Any) -> str:
@@ -65,7 +66,7 @@ def problems(stage: Node) -> Iterator[Problem]:
         get(stage, "train", "model", "pretrained"),
     ):
         text = text_of(path) or ""
-        if path is not None and _OUTPUT.search(text) and not _BELOW.fullmatch(text):
+        if path is not None and re.search(_OUTPUT, text) and not re.fullmatch(_BELOW, text):
             words = f"{text!r} is not below the stage's output"
             yield Problem.at(
                 path.place, words, "write '{{stages.NAME.output}}', or '{{stages.NAME.output}}/sub'"

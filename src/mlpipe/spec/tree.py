@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -175,16 +175,16 @@ def _ambiguous(text: str) -> Ambiguous | None:
     return None
 
 
-@dataclass
 class _Open:
     """A collection whose end has not come yet; `name`: the key whose value is awaited."""
 
-    node: Node
-    name: str | None = None
-    name_place: Place | None = None
-    drop: bool = False
-    awaits_value: bool = False
-    first: dict[str, Place] = field(default_factory=dict)
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.name: str | None = None
+        self.name_place: Place | None = None
+        self.drop = False
+        self.awaits_value = False
+        self.first: dict[str, Place] = {}
 
 
 def parse(text: str, file: str) -> tuple[Node | None, list[Problem]]:
