@@ -57,12 +57,17 @@ def escaped(text: str) -> str:
 
 
 def worker_template(
-    plan: Plan, cluster: ClusterPlan, labels: Json, config: str | None, rendezvous: str
+    plan: Plan,
+    cluster: ClusterPlan,
+    labels: Json,
+    config: str | None,
+    rendezvous: str,
+    module: str | None = None,
 ) -> Json:
     """The pod template of a stage. `config`: ConfigMap with the plan; None: the pods bring it along.
-    `rendezvous`: host of the first pod."""
+    `rendezvous`: host of the first pod. `module`: what runs there, if not the stage's own."""
     options = ["--plan", f"{PLAN_FOLDER}/plan.json", "--scratch", SCRATCH]
-    container = _container(cluster, CONTAINER, ["-P", "-m", plan.kind.module, *options])
+    container = _container(cluster, CONTAINER, ["-P", "-m", module or plan.kind.module, *options])
     container["env"] = _worker_env(plan, cluster, rendezvous)
     if cluster.env_from:
         keys = {"secret": "secretRef", "config_map": "configMapRef"}
@@ -157,10 +162,8 @@ def coordinator_template(plan: Plan, cluster: ClusterPlan, labels: Json, config:
         rdma=None,
         network=None,
     )
-    template = worker_template(plan, small, labels, config, "")
-    container = template["spec"]["containers"][0]
-    container["args"][2] = "mlpipe.train.coordinate"  # in the place of the module
-    container.pop("ports", None)
+    template = worker_template(plan, small, labels, config, "", "mlpipe.train.coordinate")
+    template["spec"]["containers"][0].pop("ports", None)
     others = template["spec"].get("tolerations", [])
     template["spec"]["tolerations"] = [*others, *map(dict, _LEAVES_LOST_NODES)]
     template["spec"].pop("topologySpreadConstraints")
