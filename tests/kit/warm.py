@@ -48,12 +48,15 @@ if TYPE_CHECKING:
     from mlpipe.plan.plan import Plan
 
 TESTS = str(Path(__file__).parents[1])
-_TRAIN = ("mlpipe.train.loop", "mlpipe.train.models.llama", "mlpipe.train.evaluate", "mlpipe.train.flops")
+_TRAIN = (
+    "mlpipe.train.loop", "mlpipe.train.models.llama", "mlpipe.train.evaluate", "mlpipe.train.flops",
+    "mlpipe.train.node_sums", "mlpipe.train.optim.adamw", "prometheus_client",
+)  # fmt: skip
 KINDS = {
     # `mlpipe` itself: no torch
     "cli": (
         *(f"mlpipe.{layer}.*" for layer in ("cli", "submit", "observe", "render", "plan", "store")),
-        "kubernetes.config",
+        "kubernetes.config", "jinja2",
     ),
     # as `mlpipe.train.torchrun` before it forks its ranks, and what stands above it
     "torchrun": (
