@@ -13,11 +13,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Discriminator,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
+    GetPydanticSchema,
     Tag,
 )
-from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from mlpipe._core.gate import GATE_PATTERN, parse_gate
@@ -28,21 +26,13 @@ from mlpipe.spec.problems import closest
 from mlpipe.spec.tree import Ambiguous
 
 
-class _Checked:
+def _checked(schema: CoreSchema, **twin: Any) -> GetPydanticSchema:
     """Of single values: `schema` checks them, `twin` is what the JSON Schema says of it besides. Pydantic's
     Field and AfterValidator would be looked into for each key, which takes a hundredth of a command."""
-
-    def __init__(self, schema: CoreSchema, **twin: Any) -> None:
-        self._schema = schema
-        self._twin = twin
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return {**self._schema}  # pydantic adds to it
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {**handler(schema), **self._twin}
+    return GetPydanticSchema(
+        lambda source, handler: {**schema},  # pydantic adds to it
+        lambda core, handler: {**handler(core), **twin},
+    )
 
 
 def wrong(message: str, hint: str) -> PydanticCustomError:
@@ -136,13 +126,13 @@ def _parses(parse: Callable[[str], Any], above: float | None = None) -> Callable
     return check
 
 
-def _text(check: Callable[[str], str], pattern: str, **twin: int) -> _Checked:
+def _text(check: Callable[[str], str], pattern: str, **twin: int) -> GetPydanticSchema:
     """Of text that `check` takes, which is what matches `pattern`."""
     checked = core_schema.no_info_after_validator_function(check, _TEXT)
-    return _Checked(checked, pattern=f"^(?:{pattern})$", **twin)
+    return _checked(checked, pattern=f"^(?:{pattern})$", **twin)
 
 
-def _like(pattern: str, what: str, hint: str) -> _Checked:
+def _like(pattern: str, what: str, hint: str) -> GetPydanticSchema:
     return _text(_matches(pattern, what, hint), pattern)
 
 
@@ -150,7 +140,7 @@ def _matching(pattern: str, what: str, hint: str) -> Any:
     return Annotated[str, _like(pattern, what, hint)]
 
 
-def _quantity(parse: Callable[[str], str], example: str, pattern: str) -> _Checked:
+def _quantity(parse: Callable[[str], str], example: str, pattern: str) -> GetPydanticSchema:
     """Of text of a number and its unit, like `example`, which `parse` takes."""
 
     def with_unit(value: Any) -> Any:
@@ -160,15 +150,15 @@ def _quantity(parse: Callable[[str], str], example: str, pattern: str) -> _Check
 
     parsed = core_schema.no_info_after_validator_function(parse, core_schema.str_schema())
     checked = core_schema.no_info_before_validator_function(with_unit, parsed)
-    return _Checked(checked, pattern=f"^(?:{pattern})$", maxLength=MAX_QUANTITY)
+    return _checked(checked, pattern=f"^(?:{pattern})$", maxLength=MAX_QUANTITY)
 
 
-def _int(least: int, most: int) -> _Checked:
-    return _Checked(core_schema.int_schema(ge=least, le=most))
+def _int(least: int, most: int) -> GetPydanticSchema:
+    return _checked(core_schema.int_schema(ge=least, le=most))
 
 
-def _float(**bounds: Any) -> _Checked:
-    return _Checked(core_schema.float_schema(**bounds))
+def _float(**bounds: Any) -> GetPydanticSchema:
+    return _checked(core_schema.float_schema(**bounds))
 
 
 MAX_QUANTITY = 64
@@ -182,9 +172,9 @@ STORE_PATTERN = (
 )
 
 _TEXT = core_schema.no_info_before_validator_function(_unambiguous, core_schema.str_schema())
-Text = Annotated[str, _Checked(_TEXT)]
+Text = Annotated[str, _checked(_TEXT)]
 _JSON = core_schema.no_info_before_validator_function(_json, core_schema.any_schema())
-Json = Annotated[Any, _Checked(_JSON)]
+Json = Annotated[Any, _checked(_JSON)]
 
 
 def _name(text: str) -> str:

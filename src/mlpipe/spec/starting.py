@@ -17,13 +17,9 @@ if TYPE_CHECKING:
     from mlpipe.spec.weights import Adapter as Adapter
     from mlpipe.spec.weights import FileWeights, ModelWeights, RunWeights
 else:
-    _of = OnNeedOf("weights")
-    Adapter, FileWeights, ModelWeights, RunWeights = (
-        _of.Adapter,
-        _of.FileWeights,
-        _of.ModelWeights,
-        _of.RunWeights,
-    )
+    _weights = OnNeedOf("weights")
+    Adapter, FileWeights = _weights.Adapter, _weights.FileWeights
+    ModelWeights, RunWeights = _weights.ModelWeights, _weights.RunWeights
 
 # Compiled for files with a path of weights.
 _OUTPUT = r"\{\{\s*stages\."

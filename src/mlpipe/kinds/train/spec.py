@@ -35,11 +35,8 @@ else:  # imported for the trainings that have them
     _layout, _models = OnNeedOf("layout"), OnNeedOf("models")
     Context, MeshSizes, Pipelining = _layout.Context, _layout.MeshSizes, _layout.Pipelining
     OwnModel, PretrainedModel = _models.OwnModel, _models.PretrainedModel
-    Callback, Ema, Profile = (
-        getattr(OnNeedOf(module), name)
-        for module, name in (("callbacks", "Callback"), ("optimizer_parts", "Ema"), ("profile", "Profile"))
-    )
-    Validate = OnNeedOf("validate").Validate
+    Callback, Ema = OnNeedOf("callbacks").Callback, OnNeedOf("optimizer_parts").Ema
+    Profile, Validate = OnNeedOf("profile").Profile, OnNeedOf("validate").Validate
 
 Preset = Literal[
     "llama-1m", "llama-4m", "llama-8m", "llama-25m", "llama-125m",
