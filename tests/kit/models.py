@@ -412,6 +412,10 @@ def not_a_set(split: str) -> int:
     return 3
 
 
+def empty(split: str) -> list[str]:
+    return []
+
+
 def words(split: str) -> list[str]:
     return [split, "another"]
 

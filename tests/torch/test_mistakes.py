@@ -39,6 +39,7 @@ DATASETS = {
     "no such data": ("kit.models:not_a_module", "does not take these args"),
     "a stream of numbers": ("kit.models:endless", "gives int, not a dict of tensors"),
     "neither": ("kit.models:not_a_set", "not map-style"),
+    "nothing in it": ("kit.models:empty", "its data set for the split 'train' has no samples"),
     "not tensors": ("kit.models:words", "not a dict of tensors"),
 }
 

@@ -126,7 +126,7 @@ def _open_source(source: SourcePlan, plan: DataPlan, split: str, seq_len: int) -
         )
     try:
         num_samples = len(dataset)
-        sample, last = dataset[0], dataset[num_samples - 1]
+        sample, last = (dataset[0], dataset[num_samples - 1]) if num_samples else (None, None)
     except Exception as error:
         raise TrainError(
             f"its data set is not map-style: {type(error).__name__}: {error}",
@@ -134,12 +134,19 @@ def _open_source(source: SourcePlan, plan: DataPlan, split: str, seq_len: int) -
             hint="return an object with len() and [i] -> dict of tensors",
             kind="input",
         ) from error
+    if num_samples == 0:
+        raise TrainError(
+            f"its data set for the split {split!r} has no samples",
+            where=entry.entry,
+            hint="look at what it reads, and at data.args",
+            kind="input",
+        )
     if plan.collate is not None:
         return dataset
     if not is_sample(sample) and hasattr(dataset, "with_format"):
         dataset = dataset.with_format("torch")  # as Hugging Face's are asked for tensors
         sample, last = dataset[0], dataset[num_samples - 1]
-    if num_samples == 0 or not is_sample(sample):
+    if not is_sample(sample):
         raise no_sample(f"of {num_samples} samples ", sample, entry.entry)
     if form(last) != form(sample):
         raise unlike(0, sample, num_samples - 1, last, entry.entry)
