@@ -453,6 +453,11 @@ def test_other_files_than_those_of_the_checkpoint_are_refused(folder, tmp_path):
     ) as caught:
         check_files({"data_files": fingerprint(other)}, dataset, plan, "run")
     assert "--from-step 0" in (caught.value.hint or "")
+    own = DataPlan(None, Entry("kit.own_data:numbers", {"size": 5, "base": 900}), None)
+    few, plan = open_dataset(own, split="train", seq_len=1), plan._replace(data=own)
+    check_files({"data_files": fingerprint(few)}, few, plan, "run")
+    with pytest.raises(TrainError, match="were 6 samples at the checkpoint, and are 5 samples"):
+        check_files({"data_files": fingerprint([*range(6)])}, few, plan, "run")
 
 
 @pytest.mark.parametrize("kind", FORMATS)

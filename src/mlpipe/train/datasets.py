@@ -179,8 +179,8 @@ def _open_stream(entry: Entry, plan: DataPlan, split: str) -> Streams:
 
 
 def fingerprint(dataset: Any) -> str | None:
-    """Of files of samples, what decides which of them has which number: how many each piece has, in words.
-    None of other data."""
+    """Of samples, what decides which of them has which number: how many there are, of files in each piece, in
+    words. None of token files, whose digest is known, and of streams."""
     if isinstance(dataset, Collated):
         return fingerprint(dataset.samples)
     if isinstance(dataset, ChatSamples | MixedChat):
@@ -188,8 +188,10 @@ def fingerprint(dataset: Any) -> str | None:
     if isinstance(dataset, Mixture):
         told = [words for source in dataset.sources if (words := fingerprint(source)) is not None]
         return ", ".join(told) or None
-    if not isinstance(dataset, Windowed) or isinstance(dataset, TokenDataset):
+    if isinstance(dataset, TokenDataset | Streams):
         return None
+    if not isinstance(dataset, Windowed):
+        return f"{len(dataset)} samples"
     digest = hashlib.sha256(dataset.counts.tobytes()).hexdigest()
     return f"{len(dataset)} samples in {len(dataset.counts)} pieces ({digest[:8]})"
 

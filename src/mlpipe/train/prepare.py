@@ -326,14 +326,14 @@ def try_out(plan: TrainPlan, model: torch.nn.Module, dataset: Any, sample: Batch
 
 
 def check_files(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, run_id: str) -> None:
-    """Whether the files of samples are those of the checkpoint: by how many there are in each, which decides
+    """Whether the samples are those of the checkpoint: by how many there are, of files in each, which decides
     the order. Raises TrainError (input)."""
     before, now = scalars.get("data_files"), fingerprint(dataset)
     if before is not None and before != now:
         raise TrainError(
             f"the data were {before} at the checkpoint, and are {now}",
-            where=plan.data.all_files[0].paths[0],
-            hint=f"put the files back as they were, or begin anew: mlpipe resume {run_id} --from-step 0",
+            where=files[0].paths[0] if (files := plan.data.all_files) else "data",
+            hint=f"put them back as they were, or begin anew: mlpipe resume {run_id} --from-step 0",
             kind="input",
         )
 
