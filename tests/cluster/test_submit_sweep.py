@@ -18,12 +18,12 @@ def test_a_pod_a_trial_and_the_client_are_lost_and_the_others_never_know(place, 
     spec.write_text(json.dumps({**json.loads(spec.read_text()), "sweep": sweep}))
     with hold:
         client = place.start("sweep", spec, "--to", "kubernetes", "--sweep-id", "s")
-        for trial in ("s-000", "s-001"):
-            place.until_step(trial, 2)
-        (lost,) = place.worker_pods("s-000")
+        place.until_step("s-000", 2)
+        (lost,) = place.worker_pods("s-000")  # before it ends, however late the other one begins
         place.cluster.kubectl(
             "-n", place.namespace, "delete", "pod", lost["metadata"]["name"], "--wait=false"
         )
+        place.until_step("s-001", 2)
         assert "train is saved at step" in place.mlpipe("cancel", "s-001").stdout
         client.kill()
         client.wait(10)
