@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -59,8 +60,7 @@ def plan_of(tokens: Path, strategy: Any, world_size: int) -> Plan:
     plan = train_plan("unused", tokens, strategy=strategy, world_size=world_size)
     train = cast(Any, plan.work)
     build = Entry(train.model.build.entry, {**train.model.build.args, **SHAPE})
-    object.__setattr__(train, "model", train.model._replace(build=build))
-    return plan
+    return replace(plan, work=train._replace(model=train.model._replace(build=build)))
 
 
 def fits(strategy: str, world_size: int) -> bool:
