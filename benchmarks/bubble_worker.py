@@ -17,7 +17,7 @@ from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh, PipelinePlan
 from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.work import TrainPlan
-from mlpipe.train.microbatch import Microbatch
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.schedules import deferred_weights

@@ -64,8 +64,8 @@ def loading(folder: str, num_steps: int) -> None:
     import torch
 
     from mlpipe.plan.mesh import Mesh
-    from mlpipe.train.data import MicrobatchLoader
-    from mlpipe.train.tokens import TokenDataset, open_folder
+    from mlpipe.train.data.loader import MicrobatchLoader
+    from mlpipe.train.data.tokens import TokenDataset, open_folder
     from mlpipe.train.world import World
 
     torch.set_num_threads(1)
@@ -91,8 +91,8 @@ def anonymous_mib() -> float:
 
 def corpus_sides(folder: Path, max_bytes: int) -> dict:
     """The two ways of encoding one text, after a warm-up of each; both count bytes of text."""
-    from mlpipe.train import corpus
-    from mlpipe.train.tokenizer import train_tokenizer
+    from mlpipe.train.data import corpus
+    from mlpipe.train.data.tokenizer import train_tokenizer
 
     documents = corpus._find(None, max_bytes, 0, folder)
     texts = [text for document in documents for text, _ in document.pieces()]

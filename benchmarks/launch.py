@@ -13,7 +13,7 @@ from typing import Any
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.plan import Plan
 from mlpipe.spec.load import load_pipeline
-from mlpipe.train.corpus import main as make_corpus
+from mlpipe.train.data.corpus import main as make_corpus
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mlpipe.plan.work import TrainPlan
+from mlpipe.train.data.tokens import open_folder
 from mlpipe.train.models.llama import build_model
-from mlpipe.train.tokens import open_folder
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -18,7 +18,7 @@ from mlpipe._core.presets import LLAMA, PRESETS
 from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.model import ModelPlan
-from mlpipe.train.microbatch import Microbatch, uncounted
+from mlpipe.train.data.microbatch import Microbatch, uncounted
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.schedules.make import make_schedule

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlpipe.plan.work import TrainPlan
-from mlpipe.train.tokens import DTYPES, open_folder
+from mlpipe.train.data.tokens import DTYPES, open_folder
 
 
 def usual_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

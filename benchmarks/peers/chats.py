@@ -32,7 +32,7 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.work import TrainPlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find
-from mlpipe.train.chat.template import CHATML
+from mlpipe.train.data.chat.template import CHATML
 
 LLAMA = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from benchmarks.peers.gpt import GPT, build_model
-from mlpipe.train.order import order
+from mlpipe.train.data.order import order
 
 VALIDATION_SAMPLES = 32
 

@@ -103,7 +103,7 @@ def test_the_quickstart_trains_evaluates_promotes_and_exports_in_bf16(cli: Cli):
         "stages": [
             {
                 "name": "corpus",
-                "command": [sys.executable, "-m", "mlpipe.train.corpus", "--out", "{{output}}", *size],
+                "command": [sys.executable, "-m", "mlpipe.train.data.corpus", "--out", "{{output}}", *size],
             },
             {
                 "name": "train",

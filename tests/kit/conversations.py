@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from mlpipe.plan.data import ChatFile, ChatPlan, DataPlan
-from mlpipe.train.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+from mlpipe.train.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 
 SEQ_LEN = 96
 

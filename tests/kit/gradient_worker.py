@@ -24,7 +24,7 @@ from mlpipe.plan.mesh import Mesh, PipelinePlan
 from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.work import GroupPlan, TrainPlan
 from mlpipe.train import model as models
-from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.data.loader import MicrobatchLoader
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.schedules.make import make_schedule

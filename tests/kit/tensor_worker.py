@@ -23,8 +23,8 @@ from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.work import TrainPlan
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.init import initialize
-from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.apply import parallelize
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel

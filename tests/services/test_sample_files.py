@@ -8,9 +8,9 @@ from kit import sample_files
 
 from mlpipe.plan.data import DataPlan, FilesPlan
 from mlpipe.store.s3 import S3Store
-from mlpipe.train import tar_index
-from mlpipe.train.datasets import open_dataset
-from mlpipe.train.order import samples_at
+from mlpipe.train.data import tar_index
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.order import samples_at
 
 pytestmark = pytest.mark.services
 

@@ -16,9 +16,9 @@ from kit import plans
 from mlpipe.plan.data import DataPlan
 from mlpipe.plan.mesh import Mesh
 from mlpipe.store.s3 import S3Store
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.datasets import open_dataset
-from mlpipe.train.token_shards import WINDOW
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.loader import MicrobatchLoader
+from mlpipe.train.data.token_shards import WINDOW
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.services

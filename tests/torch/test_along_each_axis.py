@@ -27,10 +27,10 @@ from mlpipe.plan.updates import CompressPlan, EmaPlan, OptimizerPlan
 from mlpipe.plan.validation import MetricPlan, ValidatePlan
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find
+from mlpipe.train.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from mlpipe.train.init import initialize
 from mlpipe.train.models import llama, moe
 from mlpipe.train.models.quantized_linear import dequantize, quantize
-from mlpipe.train.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 
 pytestmark = pytest.mark.torch
 

@@ -16,15 +16,15 @@ from kit.conversations import SEQ_LEN, mixed, packed, write_chat
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.data import DataPlan
 from mlpipe.plan.mesh import Mesh
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.datasets import open_dataset
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.loader import MicrobatchLoader
+from mlpipe.train.data.order import samples_at
+from mlpipe.train.data.uneven_loader import uneven_loader
 from mlpipe.train.loss import IGNORED
 from mlpipe.train.model import DOCUMENTS, LossModule
 from mlpipe.train.models.llama import build_model
-from mlpipe.train.order import samples_at
 from mlpipe.train.parallel.activation_checkpointing import checkpoint_activations
 from mlpipe.train.recording import of_samples
-from mlpipe.train.uneven_loader import uneven_loader
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch

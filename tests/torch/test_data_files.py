@@ -25,15 +25,16 @@ from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.model import ModelPlan
 from mlpipe.store.open import open_store
-from mlpipe.train import data_files, parquet, shard_cache, tar_index, tars
-from mlpipe.train.data import MicrobatchLoader, ReadAhead
-from mlpipe.train.data_files import base_of, matches
-from mlpipe.train.datasets import fingerprint, open_dataset
-from mlpipe.train.fields import Fields
-from mlpipe.train.microbatch import collate
+from mlpipe.train.data import files as data_files
+from mlpipe.train.data import parquet, shard_cache, tar_index, tars
+from mlpipe.train.data.datasets import fingerprint, open_dataset
+from mlpipe.train.data.fields import Fields
+from mlpipe.train.data.files import base_of, matches
+from mlpipe.train.data.loader import MicrobatchLoader, ReadAhead
+from mlpipe.train.data.microbatch import collate
+from mlpipe.train.data.tokenizer import train_tokenizer
 from mlpipe.train.prepare import check_files
 from mlpipe.train.steps_ahead import steps_ahead
-from mlpipe.train.tokenizer import train_tokenizer
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch

@@ -22,9 +22,9 @@ from mlpipe.plan.data import DataPlan
 from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.model import ModelPlan
-from mlpipe.train.data import MicrobatchLoader, ReadAhead
-from mlpipe.train.datasets import open_dataset
-from mlpipe.train.microbatch import Microbatch, collate
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.loader import MicrobatchLoader, ReadAhead
+from mlpipe.train.data.microbatch import Microbatch, collate
 from mlpipe.train.steps_ahead import Growth, StepsAhead, steps_ahead
 from mlpipe.train.world import World
 
@@ -154,8 +154,8 @@ def test_a_worker_that_is_slow_but_moves_is_no_hang(reading, monkeypatch):
         return []
 
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("mlpipe.train.data_workers.connection.wait", look)
-    monkeypatch.setattr("mlpipe.train.data_workers.time", clock)
+    monkeypatch.setattr("mlpipe.train.data.workers.connection.wait", look)
+    monkeypatch.setattr("mlpipe.train.data.workers.time", clock)
     with pytest.raises(TrainError, match="gave nothing for 90 s at sample 8"):
         ahead.workers.answer(0)
     assert next(looks, None) is None

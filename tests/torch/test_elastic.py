@@ -24,7 +24,7 @@ from mlpipe.plan.plan import Replicas
 from mlpipe.plan.updates import CompressPlan
 from mlpipe.store import catalogue, replicas
 from mlpipe.store.folder import FolderStore
-from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.data.loader import MicrobatchLoader
 from mlpipe.train.loop import Loop
 from mlpipe.train.replicas import elastic_loop
 from mlpipe.train.replicas.elastic_loop import ElasticLoop
@@ -62,7 +62,7 @@ def test_under_any_membership_each_sample_is_computed_once(sizes, batch, micro):
     loader = MicrobatchLoader(Numbers(), world, seed=0, global_batch=batch, micro_batch=micro, seq_len=1)
     loader._order = lambda start, count: np.arange(start, start + count)
     loader._microbatch = lambda indices: SimpleNamespace(samples=list(indices), counts=True)
-    import mlpipe.train.data as data
+    import mlpipe.train.data.loader as data
 
     seen = []
     original, data.uncounted = data.uncounted, lambda one: SimpleNamespace(samples=[], counts=False)

@@ -20,14 +20,14 @@ from mlpipe.plan.mesh import Mesh
 from mlpipe.store import catalogue
 from mlpipe.store.open import open_store
 from mlpipe.train import write_safetensors
-from mlpipe.train.corpus import build_corpus
+from mlpipe.train.data.corpus import build_corpus
+from mlpipe.train.data.tokenizer import END_OF_TEXT, load_tokenizer
 from mlpipe.train.export import export_checkpoint
 from mlpipe.train.init import initialize
 from mlpipe.train.model import BuiltModel, LossModule
 from mlpipe.train.models import moe
 from mlpipe.train.models.llama import build_model
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel, local_shards
-from mlpipe.train.tokenizer import END_OF_TEXT, load_tokenizer
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch

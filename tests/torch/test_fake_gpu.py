@@ -18,8 +18,8 @@ from mlpipe._core.presets import PRESETS
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.model import AdapterPlan
 from mlpipe.plan.updates import EmaPlan, IslandsPlan
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.loss_scale import LossScale
-from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.optim import adamw4bit
 from mlpipe.train.optim.clipping import clip_values, squared_norm
 from mlpipe.train.optim.islands import local_updates

@@ -23,8 +23,8 @@ from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.work import TrainPlan
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.datasets import open_dataset
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.loader import MicrobatchLoader
 from mlpipe.train.model import build_model
 from mlpipe.train.parallel.materialize import materialize
 from mlpipe.train.world import World

@@ -7,9 +7,9 @@ import torch
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.data import ChatPlan
+from mlpipe.train.data.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, train_tokenizer
 from mlpipe.train.generate import Model, Sampling, answer, generate
 from mlpipe.train.models.llama import build_model
-from mlpipe.train.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, train_tokenizer
 
 pytestmark = pytest.mark.torch
 

@@ -14,10 +14,10 @@ from mlpipe.plan.data import DataPlan
 from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.model import ModelPlan
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.data_workers import DataWorkers
-from mlpipe.train.datasets import open_dataset
-from mlpipe.train.streams import StreamReader
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.loader import MicrobatchLoader
+from mlpipe.train.data.streams import StreamReader
+from mlpipe.train.data.workers import DataWorkers
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch

@@ -29,8 +29,8 @@ from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find
 from mlpipe.train import export
 from mlpipe.train import export_merged as merging
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.datasets import open_dataset
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.loader import MicrobatchLoader
 from mlpipe.train.export import export_checkpoint, export_merged
 from mlpipe.train.export_adapter import adapter_config
 from mlpipe.train.init import initialize

@@ -19,8 +19,8 @@ from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.updates import EmaPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.datasets import open_dataset
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.loader import MicrobatchLoader
 from mlpipe.train.loss_scale import INITIAL, LEAST, LossScale
 from mlpipe.train.model import LossModule, build_model
 from mlpipe.train.world import World

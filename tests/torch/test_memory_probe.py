@@ -17,8 +17,8 @@ from mlpipe.plan.plan import Plan
 from mlpipe.plan.settings import Strategy
 from mlpipe.plan.work import Prediction, TrainPlan
 from mlpipe.train import memory_probe
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.memory_probe import _peak_bytes, fitting_plan, is_due
-from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.make import make_update
 from mlpipe.train.parallel.apply import parallelize

@@ -15,11 +15,11 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.data import DataPlan, SourcePlan
 from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.datasets import open_dataset
-from mlpipe.train.microbatch import collate
-from mlpipe.train.mixture import Mixture, Shortened, shares
-from mlpipe.train.order import order, order_at
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.loader import MicrobatchLoader
+from mlpipe.train.data.microbatch import collate
+from mlpipe.train.data.mixture import Mixture, Shortened, shares
+from mlpipe.train.data.order import order, order_at
 from mlpipe.train.world import World
 
 pytestmark = pytest.mark.torch
@@ -101,7 +101,7 @@ def test_fine_weights_mix_no_more_than_1024_positions(weights):
 
 def test_where_less_than_a_block_is_mixed_the_shares_come_out_even(monkeypatch):
     """After a whole number of blocks, and of what is mixed."""
-    monkeypatch.setattr("mlpipe.train.mixture._MIXED", 8)
+    monkeypatch.setattr("mlpipe.train.data.mixture._MIXED", 8)
     chosen, own = mixture([9, 9, 9], [11, 6, 4])._sources_at(7, np.arange(21 * 8))
     for number, share in enumerate([11, 6, 4]):
         assert sorted(own[chosen == number].tolist()) == list(range(share * 8))

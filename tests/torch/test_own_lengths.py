@@ -13,7 +13,7 @@ from kit.weights import weights
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.data import DataPlan
 from mlpipe.plan.entry import Entry
-from mlpipe.train.datasets import open_dataset
+from mlpipe.train.data.datasets import open_dataset
 
 pytestmark = pytest.mark.torch
 SEQ_LEN = 80  # some samples are longer

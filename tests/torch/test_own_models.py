@@ -22,8 +22,8 @@ from mlpipe.plan.model import ModelPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.train.contract import check_call
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.datasets import open_dataset
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.loader import MicrobatchLoader
 from mlpipe.train.export import export_checkpoint
 from mlpipe.train.flops import count_flops_per_token
 from mlpipe.train.init import same_weights

@@ -24,8 +24,8 @@ from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find
 from mlpipe.train.base_weights import _drop_derived
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.datasets import open_dataset
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.loader import MicrobatchLoader
 from mlpipe.train.export import export_checkpoint, export_merged
 from mlpipe.train.init import initialize
 from mlpipe.train.models.llama import Llama, build_model

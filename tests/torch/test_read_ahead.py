@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mlpipe.plan.mesh import Mesh
-from mlpipe.train.data import MicrobatchLoader, ReadAhead
-from mlpipe.train.microbatch import Microbatch
+from mlpipe.train.data.loader import MicrobatchLoader, ReadAhead
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.world import World
 

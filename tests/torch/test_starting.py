@@ -21,8 +21,8 @@ from mlpipe.plan.plan import Plan
 from mlpipe.store import catalogue, runs, weights
 from mlpipe.store.folder import FolderStore
 from mlpipe.submit.starting import find
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.datasets import open_dataset
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.loader import MicrobatchLoader
 from mlpipe.train.export import export_checkpoint
 from mlpipe.train.model import LossModule, build_model
 from mlpipe.train.parallel.materialize import materialize

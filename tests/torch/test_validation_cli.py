@@ -16,7 +16,7 @@ from kit.command_runs import Cli, until
 from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
-from mlpipe.train.corpus import build_corpus
+from mlpipe.train.data.corpus import build_corpus
 
 pytestmark = pytest.mark.torch
 

@@ -51,7 +51,7 @@ MANY_PARAMETERS = {
     "_core/presets.py:_llama": "a row of a table of figures",
     "store/runs.py:create_run": "what a run's first state is made of, in one place",
     "submit/sweeps/controller.py:drive_sweep": "switches of `mlpipe sweep`, beside what every driver has",
-    "train/corpus.py:build_corpus": "the options of mlpipe-corpus",
+    "train/data/corpus.py:build_corpus": "the options of mlpipe-corpus",
     "train/parallel/attention_blocks.py:attend_backward": "the tensors of an attention",
     "train/parallel/context_attention.py:_backward": "an operator of torch, whose schema has no structures",
     "train/parallel/context_attention.py:_backward_shapes": "of that operator",

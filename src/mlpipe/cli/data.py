@@ -43,8 +43,8 @@ def preview(
     The whole file is tokenised, as the training would, and kept for it on this machine. Exits 2 with the
     number and the reason of each line that gives no sample."""
     plan, seq_len = _chat(spec, stage, overrides)
-    from mlpipe.train.chat.jsonl import printable
-    from mlpipe.train.chat.preview import preview as look
+    from mlpipe.train.data.chat.jsonl import printable
+    from mlpipe.train.data.chat.preview import preview as look
 
     seen = look(plan, _path(plan, file, validation), sample, seq_len)
     lengths = seen.lengths

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from mlpipe._core.units import format_bytes
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.memory_probe import undone
-from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.schedules import Schedule
 from mlpipe.train.world import World

@@ -23,8 +23,8 @@ from mlpipe.plan.work import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.store.catalogue import Checkpoint
 from mlpipe.store.manifest import Manifest
-from mlpipe.train.datasets import open_dataset
-from mlpipe.train.microbatch import collate
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.microbatch import collate
 from mlpipe.train.model import build_model
 from mlpipe.train.optim.ema import averaged
 from mlpipe.train.outcome import Outcome
@@ -54,7 +54,7 @@ def evaluate(session: Session, plan: EvaluatePlan) -> Outcome:
             kind="input",
         )
     if plan.data.chat is not None and plan.data.chat.validation is not None:
-        from mlpipe.train.chat.tokenised import tokenise  # with tokenizers and jinja2
+        from mlpipe.train.data.chat.tokenised import tokenise  # with tokenizers and jinja2
 
         beat = session.watchdog.beat
         tokenise(plan.data.chat, plan.data.chat.validation, lambda: beat("tokenising conversations", 0))

@@ -23,9 +23,9 @@ from mlpipe.store.catalogue import load_manifest
 from mlpipe.store.manifest import Manifest, Tensor
 from mlpipe.store.open import open_store
 from mlpipe.train import expert_files
+from mlpipe.train.data.tokenizer import END_OF_TEXT
 from mlpipe.train.export_adapter import CONFIG, WEIGHTS, adapter_config, adapter_names
 from mlpipe.train.export_merged import Merged
-from mlpipe.train.tokenizer import END_OF_TEXT
 from mlpipe.train.write_safetensors import SHARD_BYTES, Reader, reader, write_file, write_json, write_weights
 
 _PREFIX = "model."

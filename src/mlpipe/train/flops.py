@@ -11,8 +11,8 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.shapes import presets
 from mlpipe.plan.work import TrainPlan
+from mlpipe.train.data.microbatch import num_tokens
 from mlpipe.train.debugger import no_breakpoints
-from mlpipe.train.microbatch import num_tokens
 from mlpipe.train.model import Batch, LossModule, construct, load_entry
 
 PEAK_SECONDS = 0.3  # for which a rank measures its peak

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.data import ChatPlan
-from mlpipe.train.tokenizer import END_OF_TEXT
+from mlpipe.train.data.tokenizer import END_OF_TEXT
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str, sampling: Sampling
 def answer(model: Model, plan: ChatPlan, prompt: str, sampling: Sampling) -> str:
     """The prompt, and below it what the assistant says to it in the conversation that the chat template makes
     of both; where there is none, or it wants more than a question, as `generate`."""
-    from mlpipe.train.chat.encode import Encoder  # with jinja2
-    from mlpipe.train.chat.jsonl import BadLine
+    from mlpipe.train.data.chat.encode import Encoder  # with jinja2
+    from mlpipe.train.data.chat.jsonl import BadLine
 
     encoder = Encoder(plan)
     asked = ""

@@ -20,9 +20,9 @@ from mlpipe._core.records import End, Step, StopSignal
 from mlpipe.plan.work import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.checkpoint import Checkpointer
-from mlpipe.train.data import ReadAhead
-from mlpipe.train.datasets import fingerprint
-from mlpipe.train.microbatch import Microbatch
+from mlpipe.train.data.datasets import fingerprint
+from mlpipe.train.data.loader import ReadAhead
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.optim.clipping import clip_factor, clip_values, squared_norm
 from mlpipe.train.optim.learning_rate import learning_rate
 from mlpipe.train.optim.update import Update, averages_of, finish

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mlpipe._core.errors import TrainError
 from mlpipe._core.units import format_bytes
 from mlpipe.plan.work import TrainPlan
-from mlpipe.train.microbatch import Microbatch
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.schedules import Schedule
 

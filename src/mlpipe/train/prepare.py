@@ -15,11 +15,11 @@ from mlpipe.plan.work import TrainPlan
 from mlpipe.train.callbacks import Callbacks, make_callbacks
 from mlpipe.train.checkpoint import Checkpointer, Coordination, Saved, SaveSettings
 from mlpipe.train.contract import check_call
-from mlpipe.train.data import MicrobatchLoader, ReadAhead
-from mlpipe.train.datasets import Streams, fingerprint, open_dataset, vocab_size_of
+from mlpipe.train.data.datasets import Streams, fingerprint, open_dataset, vocab_size_of
+from mlpipe.train.data.loader import MicrobatchLoader, ReadAhead
+from mlpipe.train.data.microbatch import Microbatch, collate, samples_of
 from mlpipe.train.loop import Loop
 from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
-from mlpipe.train.microbatch import Microbatch, collate, samples_of
 from mlpipe.train.model import Batch, BuiltModel, build_model
 from mlpipe.train.optim.learning_rate import check_schedule
 from mlpipe.train.optim.make import make_update
@@ -180,7 +180,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
 
 def _dataset(session: Session, plan: TrainPlan) -> Any:
     if plan.data.chat is not None:
-        from mlpipe.train.chat.tokenised import tokenise_all  # with tokenizers and jinja2
+        from mlpipe.train.data.chat.tokenised import tokenise_all  # with tokenizers and jinja2
 
         tokenise_all(plan.data.chat, lambda: session.watchdog.beat("tokenising conversations", 0))
     return open_dataset(plan.data, split="train", seq_len=plan.model.seq_len)
@@ -222,7 +222,7 @@ def loader_of(plan: TrainPlan, dataset: Any, world: World, micro_batch: int) -> 
     group = plan.group_of(world.data_rank)
     size = micro_batch if group is None else group.micro_batch
     if plan.data.is_uneven:
-        from mlpipe.train.uneven_loader import uneven_loader
+        from mlpipe.train.data.uneven_loader import uneven_loader
 
         loader: MicrobatchLoader = uneven_loader(plan, dataset, world, size)
     else:
@@ -293,9 +293,9 @@ def read_ahead(session: Session, plan: TrainPlan, loader: MicrobatchLoader, posi
     dataset = samples_of(loader.dataset)
     if plan.data.workers == 0 and not isinstance(dataset, Streams):
         return ReadAhead(loader)
-    from mlpipe.train.data_workers import data_workers
+    from mlpipe.train.data.streams import StreamReader
+    from mlpipe.train.data.workers import data_workers
     from mlpipe.train.steps_ahead import steps_ahead
-    from mlpipe.train.streams import StreamReader
 
     def beat() -> None:
         session.watchdog.beat("waiting for a data worker", position.step + 1)

@@ -28,7 +28,7 @@ from mlpipe.observe.profiles.trace import LAYER, PART, STEP, Trace
 from mlpipe.plan.work import TrainPlan
 from mlpipe.store import profiles
 from mlpipe.store.profiles import Profile
-from mlpipe.train.data import ReadAhead
+from mlpipe.train.data.loader import ReadAhead
 from mlpipe.train.optim.update import Update
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.schedules import Schedule

@@ -18,7 +18,7 @@ from mlpipe.plan.flops import CONVENTION
 from mlpipe.plan.work import TrainPlan
 from mlpipe.train.callbacks import Callbacks
 from mlpipe.train.checkpoint import Saved
-from mlpipe.train.microbatch import Microbatch
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.parallel.waits import Waits
 from mlpipe.train.precision import DTYPES
 from mlpipe.train.resuming import Position

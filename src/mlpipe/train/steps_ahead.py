@@ -11,9 +11,9 @@ from typing import Literal
 
 from mlpipe._core.cpus import num_cpus
 from mlpipe.plan.work import TrainPlan
-from mlpipe.train.data import MicrobatchLoader, seeded_step
-from mlpipe.train.data_workers import DataWorkers, data_workers
-from mlpipe.train.microbatch import Microbatch
+from mlpipe.train.data.loader import MicrobatchLoader, seeded_step
+from mlpipe.train.data.microbatch import Microbatch
+from mlpipe.train.data.workers import DataWorkers, data_workers
 
 _log = logging.getLogger(__name__)
 _EACH = 2  # steps that a worker has before it, the one that it reads included

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlpipe.plan.shares import Shares, SharesOfStages
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.loop import Loop
-from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.outcome import node_name
 from mlpipe.train.schedules import LossSum
 from mlpipe.train.slow_nodes import SlowNodes

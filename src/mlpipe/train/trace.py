@@ -38,8 +38,8 @@ from mlpipe.plan.shapes.shape import ParameterCounts
 from mlpipe.plan.shapes.traced import Child, Ops, Traced, TracedPass
 from mlpipe.train import loss as losses
 from mlpipe.train.contract import logits_of
-from mlpipe.train.datasets import open_dataset
-from mlpipe.train.microbatch import collate
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.microbatch import collate
 from mlpipe.train.model import Batch, LossModule, find_blocks, load_entry
 from mlpipe.train.models.llama import Part
 from mlpipe.train.parallel import even_stages

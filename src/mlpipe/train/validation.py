@@ -27,16 +27,16 @@ from mlpipe.plan.validation import BestPlan, MetricPlan, StopPlan, ValidatePlan
 from mlpipe.plan.work import TrainPlan
 from mlpipe.store import catalogue
 from mlpipe.train.contract import check_call
-from mlpipe.train.datasets import open_dataset, tokenizer_of
+from mlpipe.train.data.datasets import open_dataset, tokenizer_of
+from mlpipe.train.data.microbatch import Microbatch, collate, own_part, uncounted
+from mlpipe.train.data.tokens import open_folder
 from mlpipe.train.metrics import Metrics
-from mlpipe.train.microbatch import Microbatch, collate, own_part, uncounted
 from mlpipe.train.model import Batch
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel
 from mlpipe.train.parallel.rank_group import send_together
 from mlpipe.train.schedules import Schedule
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.session import Session
-from mlpipe.train.tokens import open_folder
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ class HeldOut:
         path = tokenizer_of(self.data)
         if path is None or hasattr(self.model.built.model, "loss"):
             return None
+        from mlpipe.train.data.tokenizer import load_tokenizer
         from mlpipe.train.generate import (  # tokenizers costs every rank a while
             Model,
             Sampling,
             answer,
             generate,
         )
-        from mlpipe.train.tokenizer import load_tokenizer
 
         def forward(inputs: torch.Tensor) -> torch.Tensor | None:
             self.session.watchdog.beat("generating a sample", step)

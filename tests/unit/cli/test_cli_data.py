@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlpipe.cli.app import run_app
-from mlpipe.train.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+from mlpipe.train.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 
 pytestmark = pytest.mark.unit
 SPEC = """

@@ -11,12 +11,12 @@ import pytest
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.data import ChatPlan
-from mlpipe.train.chat import jsonl, tokenised
-from mlpipe.train.chat.encode import Encoder
-from mlpipe.train.chat.jsonl import BadLine
-from mlpipe.train.chat.template import CHATML, Template
-from mlpipe.train.chat.tokenised import tokenise
-from mlpipe.train.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+from mlpipe.train.data.chat import jsonl, tokenised
+from mlpipe.train.data.chat.encode import Encoder
+from mlpipe.train.data.chat.jsonl import BadLine
+from mlpipe.train.data.chat.template import CHATML, Template
+from mlpipe.train.data.chat.tokenised import tokenise
+from mlpipe.train.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 
 pytestmark = pytest.mark.unit
 UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")

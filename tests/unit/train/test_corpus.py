@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train import corpus
-from mlpipe.train.tokenizer import END_OF_TEXT, load_tokenizer
-from mlpipe.train.tokens import TokenDataset, open_folder, verify
+from mlpipe.train.data import corpus
+from mlpipe.train.data.tokenizer import END_OF_TEXT, load_tokenizer
+from mlpipe.train.data.tokens import TokenDataset, open_folder, verify
 
 pytestmark = pytest.mark.unit
 
@@ -57,7 +57,7 @@ def test_every_text_comes_back_and_is_in_one_split_only(tmp_path, source, kind):
 def test_the_standard_library_gives_the_same_bytes_in_every_process(tmp_path):
     for number in range(2):
         env = {**os.environ, "PYTHONHASHSEED": str(number), "RAYON_NUM_THREADS": str(number + 1)}
-        argv = ["-m", "mlpipe.train.corpus", "--out", tmp_path / str(number), "--max-bytes", "400 KB"]
+        argv = ["-m", "mlpipe.train.data.corpus", "--out", tmp_path / str(number), "--max-bytes", "400 KB"]
         done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     names = ["manifest.json", "tokenizer.json", "train.bin", "validation.bin"]

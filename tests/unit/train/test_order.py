@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlpipe.train.order import order
+from mlpipe.train.data.order import order
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +19,7 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 
 def test_a_rank_that_begins_imports_no_masked_arrays():
-    program = "import sys; from mlpipe.train.order import order; print(order(0, 1, 2, 2), *sys.modules)"
+    program = "import sys; from mlpipe.train.data.order import order; print(order(0, 1, 2, 2), *sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert said.startswith(f"{order(0, 1, 2, 2)} ")
     assert "numpy.ma" not in said.split()

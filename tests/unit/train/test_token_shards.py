@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpipe._core.errors import MlpipeError, TrainError
-from mlpipe.train import shard_cache, tokens
-from mlpipe.train.corpus import build_corpus
-from mlpipe.train.shard_cache import CachedFile, ShardCache
-from mlpipe.train.token_shards import WINDOW, ShardedTokens
-from mlpipe.train.tokens import Shard, Split, TokenFolder
+from mlpipe.train.data import shard_cache, tokens
+from mlpipe.train.data.corpus import build_corpus
+from mlpipe.train.data.shard_cache import CachedFile, ShardCache
+from mlpipe.train.data.token_shards import WINDOW, ShardedTokens
+from mlpipe.train.data.tokens import Shard, Split, TokenFolder
 
 pytestmark = pytest.mark.unit
 GIB = 2**30

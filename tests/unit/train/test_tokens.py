@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train.tokens import TokenDataset, open_folder, verify
+from mlpipe.train.data.tokens import TokenDataset, open_folder, verify
 
 pytestmark = pytest.mark.unit
 

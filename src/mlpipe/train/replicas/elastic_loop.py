@@ -15,9 +15,9 @@ from torch import Tensor
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.work import TrainPlan
 from mlpipe.store import catalogue
-from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.data.loader import MicrobatchLoader
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.loop import Loop
-from mlpipe.train.microbatch import Microbatch
 from mlpipe.train.optim.update import Update
 from mlpipe.train.outcome import node_name
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel

@@ -18,7 +18,7 @@ from mlpipe._core.errors import TrainError
 from mlpipe.plan.shares import Shares
 from mlpipe.plan.work import TrainPlan
 from mlpipe.store import replicas as store_replicas
-from mlpipe.train.data import MicrobatchLoader
+from mlpipe.train.data.loader import MicrobatchLoader
 from mlpipe.train.optim.islands import LocalUpdates
 from mlpipe.train.optim.update import Update, after_load
 from mlpipe.train.parallel.compression.averager import Link

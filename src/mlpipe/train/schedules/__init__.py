@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from mlpipe.train.microbatch import Microbatch
+from mlpipe.train.data.microbatch import Microbatch
 from mlpipe.train.model import Batch
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mlpipe.train.microbatch import Microbatch, to_device
+from mlpipe.train.data.microbatch import Microbatch, to_device
 from mlpipe.train.model import Batch
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel, nothing
 from mlpipe.train.schedules import LossSum

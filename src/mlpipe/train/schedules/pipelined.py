@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mlpipe._core.pipelines import Schedule
 from mlpipe.plan.pipelining import Action, Transfer, with_transfers
-from mlpipe.train.microbatch import Microbatch, to_device
+from mlpipe.train.data.microbatch import Microbatch, to_device
 from mlpipe.train.model import Batch
 from mlpipe.train.parallel.parallelized_model import ParallelizedModel, nothing
 from mlpipe.train.parallel.pipeline import StagedLossModule

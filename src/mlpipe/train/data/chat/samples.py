@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.data import ChatPlan
+from mlpipe.train.data.mixture import Mixture
+from mlpipe.train.data.order import Ordered
+from mlpipe.train.data.uneven_samples import UnevenSamples, check_alike
 from mlpipe.train.loss import IGNORED
-from mlpipe.train.mixture import Mixture
-from mlpipe.train.order import Ordered
-from mlpipe.train.uneven_samples import UnevenSamples, check_alike
 
 
 class ChatSamples(UnevenSamples):
@@ -100,7 +100,7 @@ def open_chat(plan: ChatPlan, split: str, seq_len: int) -> ChatSamples | MixedCh
 
 
 def _open_file(plan: ChatPlan, path: str, seq_len: int) -> ChatSamples:
-    from mlpipe.train.chat.tokenised import tokenise  # with tokenizers and jinja2
+    from mlpipe.train.data.chat.tokenised import tokenise  # with tokenizers and jinja2
 
     samples = ChatSamples(path, tokenise(plan, path), seq_len)
     if samples.num_mute == len(samples):

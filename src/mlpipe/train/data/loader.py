@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from mlpipe.plan.shares import bounds
 from mlpipe.plan.work import TrainPlan
-from mlpipe.train.datasets import Streams
-from mlpipe.train.microbatch import Microbatch, collate, joined, own_part, pinned, samples_of, uncounted
-from mlpipe.train.order import samples_at
+from mlpipe.train.data.datasets import Streams
+from mlpipe.train.data.microbatch import Microbatch, collate, joined, own_part, pinned, samples_of, uncounted
+from mlpipe.train.data.order import samples_at
 from mlpipe.train.seeding import seed_step
 from mlpipe.train.world import World
 

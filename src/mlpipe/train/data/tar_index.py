@@ -12,9 +12,9 @@ from typing import Any
 
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
-from mlpipe.train.data_files import DataFile, find_files
+from mlpipe.train.data.files import DataFile, find_files
+from mlpipe.train.data.tars import INDEX, members_of
 from mlpipe.train.script import exit_code
-from mlpipe.train.tars import INDEX, members_of
 
 _PIECE_BYTES = 16 * 2**20
 

@@ -25,8 +25,8 @@ from mlpipe._core.errors import StoreError, TrainError
 from mlpipe._core.files import locked
 from mlpipe.plan.data import ChatPlan
 from mlpipe.store.outputs import cache_folder
-from mlpipe.train.chat.encode import Encoder, Sample
-from mlpipe.train.chat.jsonl import BadLine, BadLines, parsed, read_lines, too_long
+from mlpipe.train.data.chat.encode import Encoder, Sample
+from mlpipe.train.data.chat.jsonl import BadLine, BadLines, parsed, read_lines, too_long
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"

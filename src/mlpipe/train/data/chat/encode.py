@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.data import ChatPlan
 from mlpipe.store.open import open_store
-from mlpipe.train.chat.jsonl import BadLine, kind_of
-from mlpipe.train.chat.template import CHATML, Messages, Span, Template
-from mlpipe.train.tokenizer import END_OF_TEXT, load_tokenizer, tokenizer_file
-from mlpipe.train.tokens import BUCKET
+from mlpipe.train.data.chat.jsonl import BadLine, kind_of
+from mlpipe.train.data.chat.template import CHATML, Messages, Span, Template
+from mlpipe.train.data.tokenizer import END_OF_TEXT, load_tokenizer, tokenizer_file
+from mlpipe.train.data.tokens import BUCKET
 
 _KINDS = "'messages', 'prompt' and 'completion', or 'text'"
 

@@ -28,10 +28,10 @@ import torch
 from mlpipe._core.errors import MlpipeError, TrainError
 from mlpipe.plan.data import FilesPlan
 from mlpipe.store.open import open_store
-from mlpipe.train.data_files import base_of, cache_of, find_files, is_remote, matches
-from mlpipe.train.fields import Fields
-from mlpipe.train.shard_cache import CachedFile, check_room
-from mlpipe.train.windows import WINDOW, Windowed
+from mlpipe.train.data.fields import Fields
+from mlpipe.train.data.files import base_of, cache_of, find_files, is_remote, matches
+from mlpipe.train.data.shard_cache import CachedFile, check_room
+from mlpipe.train.data.windows import WINDOW, Windowed
 
 INDEX = "index.json"
 

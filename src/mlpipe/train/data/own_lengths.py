@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train.microbatch import form
-from mlpipe.train.uneven_samples import UnevenSamples, check_alike
+from mlpipe.train.data.microbatch import form
+from mlpipe.train.data.uneven_samples import UnevenSamples, check_alike
 
 _KEYS = ("inputs", "targets")
 

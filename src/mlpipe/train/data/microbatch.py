@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from mlpipe._core.errors import TrainError
+from mlpipe.train.data.tokens import TokenDataset
+from mlpipe.train.data.uneven_samples import UnevenSamples
+from mlpipe.train.data.windows import Windowed
 from mlpipe.train.model import Batch
-from mlpipe.train.tokens import TokenDataset
-from mlpipe.train.uneven_samples import UnevenSamples
-from mlpipe.train.windows import Windowed
 from mlpipe.train.world import World
 
 # Number of the sample that is being read, or -1; in a data worker memory that its rank sees, too.

@@ -14,10 +14,10 @@ from typing import Any
 
 from mlpipe._core.errors import MlpipeError, TrainError
 from mlpipe.plan.data import FilesPlan
-from mlpipe.train.data_files import DataFile, RangeFile, cache_of, find_files, is_remote
-from mlpipe.train.fields import Fields
-from mlpipe.train.shard_cache import CachedFile, check_room
-from mlpipe.train.windows import WINDOW, Windowed
+from mlpipe.train.data.fields import Fields
+from mlpipe.train.data.files import DataFile, RangeFile, cache_of, find_files, is_remote
+from mlpipe.train.data.shard_cache import CachedFile, check_room
+from mlpipe.train.data.windows import WINDOW, Windowed
 
 _AT_ONCE = 16
 

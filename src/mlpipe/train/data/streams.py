@@ -20,11 +20,11 @@ from typing import Any
 import torch.distributed as dist
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train import microbatch
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.data_workers import DataWorkers
-from mlpipe.train.datasets import Streams
-from mlpipe.train.microbatch import Microbatch, uncounted
+from mlpipe.train.data import microbatch
+from mlpipe.train.data.datasets import Streams
+from mlpipe.train.data.loader import MicrobatchLoader
+from mlpipe.train.data.microbatch import Microbatch, uncounted
+from mlpipe.train.data.workers import DataWorkers
 from mlpipe.train.seeding import seed_host
 
 _log = logging.getLogger(__name__)

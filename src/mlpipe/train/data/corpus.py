@@ -1,4 +1,4 @@
-"""`mlpipe-corpus`: text files -> a tokenizer and memory-mapped token files (see `train/tokens.py`).
+"""`mlpipe-corpus`: text files -> a tokenizer and memory-mapped token files (see `train/data/tokens.py`).
 
 By default the source text of Python's own standard library, which every machine has. Files are ordered by
 the hash of their path; the first of them are held out, the tokenizer sees only the others. The same Python,
@@ -26,9 +26,9 @@ from tokenizers import Tokenizer
 
 from mlpipe._core.errors import TrainError
 from mlpipe._core.units import format_bytes, parse_bytes
+from mlpipe.train.data.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, train_tokenizer
+from mlpipe.train.data.tokens import DTYPES, FORMAT, MANIFEST, SHARDED, Shard, Split
 from mlpipe.train.script import exit_code
-from mlpipe.train.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, train_tokenizer
-from mlpipe.train.tokens import DTYPES, FORMAT, MANIFEST, SHARDED, Shard, Split
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _TOKENIZER_BYTES = 8_000_000  # of text that the merges are learnt from

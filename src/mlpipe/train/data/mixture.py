@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlpipe.train.order import Ordered, order, order_at, samples_at
+from mlpipe.train.data.order import Ordered, order, order_at, samples_at
 
 _FINEST = 1_000_000  # of a weight's digits after the point, as a denominator
 _MOST = 2**31  # that the shares add up to: its square is an int64

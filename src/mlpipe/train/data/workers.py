@@ -31,7 +31,7 @@ import torch
 from mlpipe._core.errors import MlpipeError, TrainError
 from mlpipe.plan.entry import package_of
 from mlpipe.plan.work import TrainPlan
-from mlpipe.train import microbatch
+from mlpipe.train.data import microbatch
 from mlpipe.train.stop import die_with_parent
 
 _PR_SET_NAME = 15

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train.order import distinct
-from mlpipe.train.shard_cache import CachedFile, ShardCache, check_room
-from mlpipe.train.tokens import DTYPES, Split, TokenDataset, TokenFolder
-from mlpipe.train.windows import WINDOW, Windowed
+from mlpipe.train.data.order import distinct
+from mlpipe.train.data.shard_cache import CachedFile, ShardCache, check_room
+from mlpipe.train.data.tokens import DTYPES, Split, TokenDataset, TokenFolder
+from mlpipe.train.data.windows import WINDOW, Windowed
 
 
 class ShardedTokens(TokenDataset, Windowed):

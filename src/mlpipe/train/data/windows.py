@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from mlpipe.train.order import Ordered, distinct, order, order_at
+from mlpipe.train.data.order import Ordered, distinct, order, order_at
 
 WINDOW = 8  # pieces whose samples are mixed
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mlpipe._core.errors import TrainError
 from mlpipe.store.open import open_store
-from mlpipe.train.tokens import BUCKET
+from mlpipe.train.data.tokens import BUCKET
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # the bytes and END_OF_TEXT

@@ -13,12 +13,12 @@ from torch.utils.data import IterableDataset
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.data import DataPlan, SourcePlan
 from mlpipe.plan.entry import Entry
-from mlpipe.train.chat.samples import ChatSamples, MixedChat, open_chat
-from mlpipe.train.microbatch import Collated, form, is_sample, no_sample, unlike
-from mlpipe.train.mixture import Mixture, Shortened
+from mlpipe.train.data.chat.samples import ChatSamples, MixedChat, open_chat
+from mlpipe.train.data.microbatch import Collated, form, is_sample, no_sample, unlike
+from mlpipe.train.data.mixture import Mixture, Shortened
+from mlpipe.train.data.tokens import TokenDataset, open_folder
+from mlpipe.train.data.windows import Windowed
 from mlpipe.train.model import load_entry
-from mlpipe.train.tokens import TokenDataset, open_folder
-from mlpipe.train.windows import Windowed
 
 
 class Streams:
@@ -76,12 +76,12 @@ def open_files(source: SourcePlan, split: str, seq_len: int) -> Any:
             hint="name them: data.validation",
             kind="input",
         )
-    from mlpipe.train.fields import Fields  # tokenizers, pyarrow and tarfile, for those who need them
+    from mlpipe.train.data.fields import Fields  # tokenizers, pyarrow and tarfile, for those who need them
 
     if plan.format == "parquet":
-        from mlpipe.train.parquet import ParquetRows as Samples
+        from mlpipe.train.data.parquet import ParquetRows as Samples
     else:
-        from mlpipe.train.tars import TarSamples as Samples  # type: ignore[assignment]
+        from mlpipe.train.data.tars import TarSamples as Samples  # type: ignore[assignment]
     return Samples(plan, path, Fields(plan, seq_len), source.cache_bytes or 0)
 
 
@@ -91,7 +91,7 @@ def open_tokens(source: SourcePlan, split: str, seq_len: int) -> TokenDataset:
     tokens = open_folder(source.tokens)
     if tokens.url is None:
         return TokenDataset(tokens, split, seq_len)
-    from mlpipe.train.token_shards import ShardedTokens
+    from mlpipe.train.data.token_shards import ShardedTokens
 
     return ShardedTokens(tokens, tokens.split(split), seq_len, source.cache_bytes or 0)
 
@@ -103,7 +103,7 @@ def _open_source(source: SourcePlan, plan: DataPlan, split: str, seq_len: int) -
     if source.files is not None:
         files = open_files(source, split, seq_len)
         if plan.collate is None:
-            from mlpipe.train.fields import check_tensors
+            from mlpipe.train.data.fields import check_tensors
 
             check_tensors(files[0], files.where(0))
         return files
@@ -114,7 +114,7 @@ def _open_source(source: SourcePlan, plan: DataPlan, split: str, seq_len: int) -
     if _is_stream(dataset):
         return _open_stream(entry, plan, split)
     if plan.packing is not None:
-        from mlpipe.train.own_lengths import OwnSamples  # for those who have some
+        from mlpipe.train.data.own_lengths import OwnSamples  # for those who have some
 
         return OwnSamples(dataset, entry.entry, seq_len)
     if plan.splits > 1:
@@ -214,7 +214,7 @@ def tokenizer_of(data: DataPlan) -> str | None:
     chosen = data.chat or data.files
     if chosen is None or chosen.tokenizer is None:
         return None
-    from mlpipe.train.tokenizer import tokenizer_file
+    from mlpipe.train.data.tokenizer import tokenizer_file
 
     return tokenizer_file(chosen.tokenizer)
 

@@ -10,8 +10,8 @@ import torch
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.data import FilesPlan
+from mlpipe.train.data.tokenizer import END_OF_TEXT, load_tokenizer, tokenizer_file
 from mlpipe.train.loss import IGNORED
-from mlpipe.train.tokenizer import END_OF_TEXT, load_tokenizer, tokenizer_file
 
 
 class Fields:

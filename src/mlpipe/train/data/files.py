@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from mlpipe._core.errors import StoreError, TrainError
 from mlpipe.store.open import open_store
 from mlpipe.store.outputs import cache_folder
-from mlpipe.train.shard_cache import CachedFile, ShardCache
-from mlpipe.train.tokens import BUCKET
+from mlpipe.train.data.shard_cache import CachedFile, ShardCache
+from mlpipe.train.data.tokens import BUCKET
 
 _MAGIC = "*?["
 

@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train.chat.jsonl import BadLine
+from mlpipe.train.data.chat.jsonl import BadLine
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]  # of characters

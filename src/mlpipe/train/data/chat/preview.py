@@ -9,8 +9,8 @@ import numpy as np
 
 from mlpipe._core.errors import TrainError
 from mlpipe.plan.data import ChatPlan
-from mlpipe.train.chat.tokenised import tokenise
-from mlpipe.train.tokenizer import load_tokenizer, tokenizer_file
+from mlpipe.train.data.chat.tokenised import tokenise
+from mlpipe.train.data.tokenizer import load_tokenizer, tokenizer_file
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from mlpipe.plan.dealing import (
 from mlpipe.plan.settings import Communication
 from mlpipe.plan.shapes import presets
 from mlpipe.plan.work import TrainPlan
-from mlpipe.train.data import MicrobatchLoader
-from mlpipe.train.microbatch import Microbatch, uncounted
+from mlpipe.train.data.loader import MicrobatchLoader
+from mlpipe.train.data.microbatch import Microbatch, uncounted
+from mlpipe.train.data.uneven_samples import UnevenSamples
 from mlpipe.train.model import DOCUMENTS
-from mlpipe.train.uneven_samples import UnevenSamples
 from mlpipe.train.world import World
 
 

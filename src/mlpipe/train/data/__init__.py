@@ -1,0 +1,1 @@
+"""From the tokens, tables, tars, chats or functions that a plan names to the microbatches of a rank."""
