@@ -148,6 +148,7 @@ def test_a_client_killed_at_any_request_of_a_save_loses_nothing(server, proxy, u
         *(("versitygw", how) for how in ("lose", "cut")),  # of the others a server hears nothing
     ],
     indirect=["server"],
+    scope="session",  # one server after the other
 )
 def test_a_save_goes_on_when_any_one_request_goes_wrong(server, proxy, url, store, capsys, how):
     total = num_requests(server, proxy, url, store)

@@ -459,6 +459,23 @@ def test_other_files_than_those_of_the_checkpoint_are_refused(folder, tmp_path):
     check_files({"data_files": fingerprint(few)}, few, plan, "run")
     with pytest.raises(TrainError, match="were 6 samples at the checkpoint, and are 5 samples"):
         check_files({"data_files": fingerprint([*range(6)])}, few, plan, "run")
+    longer = {"data_files": fingerprint([*range(6)]), "meaning": {"seed": 0, "data.args.size": 6}}
+    check_files(longer, few, plan._replace(meaning={"seed": 1, "data.args.size": 5}), "run")  # --allow-change
+    with pytest.raises(TrainError, match="were 6 samples at the checkpoint"):
+        check_files(longer, few, plan._replace(meaning={"seed": 1, "data.args.size": 6}), "run")
+
+
+def test_a_mixture_is_held_to_what_its_checkpoint_tells_of_it(folder, tmp_path):
+    plan = plans.train_plan("store", plans.write_tokens(tmp_path), steps=1).work
+    parquet = SourcePlan(1.0, None, None, None, None, files_of("parquet", folder))
+    own = SourcePlan(1.0, None, Entry("kit.own_data:numbers", {"size": 5, "base": 900}), None)
+    plan = plan._replace(data=DataPlan(None, None, None, mix=(parquet, own)))
+    mixed = open_dataset(plan.data, split="train", seq_len=1)
+    words = fingerprint(mixed) or ""
+    assert words.endswith("), 5 samples")
+    check_files({"data_files": words.removesuffix(", 5 samples")}, mixed, plan, "run")  # of an older mlpipe
+    with pytest.raises(TrainError, match=r", 6 samples at the checkpoint, and are .*, 5 samples"):
+        check_files({"data_files": words.replace("), 5", "), 6")}, mixed, plan, "run")
 
 
 @pytest.mark.parametrize("kind", FORMATS)

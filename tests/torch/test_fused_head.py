@@ -113,7 +113,7 @@ def test_the_peak_is_within_5_percent_of_the_plans_and_logits_are_never_whole(mo
     copies = 2 * weight.numel() if precision == "bf16" else 0  # which the plan counts among the strategy's
     within = 4 * weight.numel() if precision == "bf16" else 0  # a kernel that adds bf16 to fp32 makes a copy
     assert alive.most - copies + within == pytest.approx(planned, rel=0.05)
-    assert chunks == 1 or planned < 0.6 * whole
+    assert chunks == 1 or planned - within < 0.6 * whole
     assert total.requires_grad
     with torch.no_grad(), Alive() as alive:
         head_cross_entropy_sum(hidden, weight, torch.zeros(2, num_tokens // 2, dtype=torch.int64))

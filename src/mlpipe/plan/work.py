@@ -89,6 +89,7 @@ class StageWork:
     """What a stage of one kind does: the base of each kind's NamedTuple or frozen dataclass (`PLAN` in
     `kinds/<kind>/plan.py`)."""
 
+    __slots__ = ()
     kind: ClassVar[str]  # its name
     argv: tuple[str, ...]  # of one that runs as a command; never given to a shell, `{{output}}` is its folder
 
@@ -181,6 +182,8 @@ class _Told(NamedTuple):
 
 class TrainPlan(_Told, StageWork):
     """All that the trainer is told."""
+
+    __slots__ = ()  # a name that it has not is refused
 
     kind = "train"
 

@@ -164,8 +164,8 @@ class DriveRequest:
         store, run_id, only = self.store, self.run_id, self.only
         deadline = time.monotonic() + LET_GO_SECONDS
         while only is not None and wanted.is_asked(store, run_id, only) and time.monotonic() < deadline:
-            driver = runs.read_run(store, run_id, known=True).driver
-            if not leases.lease_is_live(driver) and not self.backend.driver_is_alive(run_id, only):
+            run = runs.read_run(store, run_id, known=True)
+            if not leases.is_driven(store, run) and not self.backend.driver_is_alive(run_id, only):
                 self.start_driver()
                 return
             time.sleep(0.2)

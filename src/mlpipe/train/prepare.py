@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from mlpipe.train.contract import check_call
 from mlpipe.train.data.datasets import Streams, fingerprint, open_dataset, vocab_size_of
 from mlpipe.train.data.loader import MicrobatchLoader, ReadAhead
 from mlpipe.train.data.microbatch import Microbatch, collate, samples_of
+from mlpipe.train.data.mixture import Mixture
 from mlpipe.train.loop import Loop
 from mlpipe.train.memory_probe import dry_steps, fitting_plan, is_due
 from mlpipe.train.model import Batch, BuiltModel, build_model
@@ -327,15 +328,24 @@ def try_out(plan: TrainPlan, model: torch.nn.Module, dataset: Any, sample: Batch
 
 def check_files(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, run_id: str) -> None:
     """Whether the samples are those of the checkpoint: by how many there are, of files in each, which decides
-    the order. Raises TrainError (input)."""
+    the order. Not where other data are meant (`--allow-change`). Raises TrainError (input)."""
     before, now = scalars.get("data_files"), fingerprint(dataset)
-    if before is not None and before != now:
-        raise TrainError(
-            f"the data were {before} at the checkpoint, and are {now}",
-            where=files[0].paths[0] if (files := plan.data.all_files) else "data",
-            hint=f"put them back as they were, or begin anew: mlpipe resume {run_id} --from-step 0",
-            kind="input",
-        )
+    if before is None or before == now or _of_data(scalars.get("meaning", {})) != _of_data(plan.meaning):
+        return
+    # of a mixture's sources an older checkpoint says less
+    if isinstance(dataset, Mixture) and now is not None and {*before.split(", ")} <= {*now.split(", ")}:
+        return
+    files, own = plan.data.all_files, [one.dataset for one in plan.data.sources if one.dataset is not None]
+    raise TrainError(
+        f"the data were {before} at the checkpoint, and are {now}",
+        where=files[0].paths[0] if files else own[0].entry if own else "data",
+        hint=f"put them back as they were, or begin anew: mlpipe resume {run_id} --from-step 0",
+        kind="input",
+    )
+
+
+def _of_data(meaning: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in meaning.items() if key.startswith("data.")}
 
 
 def _check_vocabulary(plan: TrainPlan, dataset: Any) -> None:

@@ -13,6 +13,8 @@ class _Told(NamedTuple):
 class CommandPlan(_Told, StageWork):
     """A program with its arguments."""
 
+    __slots__ = ()  # a name that it has not is refused
+
     kind = "command"
 
     @property

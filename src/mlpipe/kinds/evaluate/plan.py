@@ -25,6 +25,8 @@ class EvaluatePlan(_Told, StageWork):
     """Validation loss of a checkpoint of `train_stage`, and a gate over the metrics `val_loss`,
     `val_perplexity`, `val_bits_per_byte` and those of `metrics`."""
 
+    __slots__ = ()  # a name that it has not is refused
+
     kind = "evaluate"
 
     @property

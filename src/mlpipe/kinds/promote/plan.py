@@ -17,6 +17,8 @@ class _Told(NamedTuple):
 class PromotePlan(_Told, StageWork):
     """Which checkpoint becomes a version of which model."""
 
+    __slots__ = ()  # a name that it has not is refused
+
     kind = "promote"
 
     @property
