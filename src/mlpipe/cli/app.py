@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import click
@@ -140,7 +141,7 @@ def run_app(args: list[str] | None = None) -> NoReturn:
             with heard_or_not():
                 traceback.print_exc()
         # of a mistake in the command line, which click finds before it has read all of it
-        session.json = session.json or "--output json" in " ".join(words).replace("=", " ")
+        session.json = session.json or "--output=json" in words or ("--output", "json") in pairwise(words)
         code = _explain(error, session)
     sys.exit(code)
 

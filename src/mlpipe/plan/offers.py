@@ -262,7 +262,7 @@ def consider(
             if offer.disk_bytes < disk:
                 raise UnfitError(f"less than {format_bytes(disk)} of disk")
             hardware = hardware_of(offer, resources)
-            key = str(hardware._replace(price_usd_per_device_hour=None))
+            key = repr(hardware._replace(price_usd_per_device_hour=None))  # its text leaves out links
             if key not in planned:
                 try:
                     planned[key] = make_plan(hardware)

@@ -206,6 +206,9 @@ class Origin(dict[str, Place]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Origin)
 
+    def __ne__(self, other: object) -> bool:  # a dict has one of its own
+        return not isinstance(other, Origin)
+
 
 class Pipeline(SpecModel):
     """The whole file."""

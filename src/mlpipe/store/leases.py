@@ -19,6 +19,10 @@ CLOCKS_SECONDS = 3600.0  # by which those of two machines may differ
 _RESTART_SECONDS = 120.0  # for a cluster to start a driver in place of one that let go
 
 
+class DeletionError(StoreError):
+    """Checkpoints of the run are being deleted: nobody drives it, or may."""
+
+
 def take_lease(
     store: Store, run_id: str, holder: str, seconds: float, *, dead: str | None = None, deletes: bool = False
 ) -> RunState:
@@ -90,13 +94,13 @@ def lease_is_live(lease: Lease | None) -> bool:
 
 
 def is_driven(store: Store, run: RunState) -> bool:
-    """Whether the run has a driver. Raises StoreError (input) while its checkpoints are being deleted, after
-    which it would have none."""
+    """Whether the run has a driver. Raises DeletionError (input) while its checkpoints are being deleted,
+    after which it would have none."""
     lease = run.driver
     if lease is None or not lease_is_live(lease):
         return False
     if lease.deletes:
-        raise StoreError(
+        raise DeletionError(
             f"checkpoints of run {run.run_id} are being deleted by process {lease.pid} on {lease.host}",
             where=store.url,
             hint="try again once that has ended",

@@ -80,11 +80,11 @@ def _is_full(folder: Path) -> bool:
 
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            file.write(bytes(_TAIL_BYTES))
+            is_full = file.write(bytes(_TAIL_BYTES)) < _TAIL_BYTES  # what there was room for
             os.fsync(file.fileno())
     except OSError as error:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return False
+    return is_full
 
 
 def _open_log(path: Path) -> int:

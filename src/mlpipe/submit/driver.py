@@ -75,10 +75,13 @@ def drive(
         try:
             lease = held.enter_context(_lease(store, run_id, backend, note))
         except StoreError as error:
-            if options.for_followers and error.kind == "input":
-                now = runs.read_run(store, run_id)
-                if now.driver is None or not now.driver.deletes:  # who deletes checkpoints hears nobody
-                    return now
+            # another driver hears the followers; who deletes checkpoints hears nobody
+            if (
+                options.for_followers
+                and error.kind == "input"
+                and not isinstance(error, leases.DeletionError)
+            ):
+                return runs.read_run(store, run_id)
             if backend.has_own_driver and error.kind == "input":  # exit code 2 would end it for good
                 raise SubmitError(error.message, where=error.where, hint=error.hint) from None
             raise

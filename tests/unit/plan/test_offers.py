@@ -30,7 +30,7 @@ PLANS: dict[str, Plan] = {}  # of a handful of hardwares
 
 
 def plan_on(hardware: Hardware) -> Plan:
-    key = str(hardware._replace(price_usd_per_device_hour=None))
+    key = repr(hardware._replace(price_usd_per_device_hour=None))
     if key not in PLANS:
         PLANS[key] = build_plan(PIPELINE, "train", Start("r", 1, "s3://b/p"), hardware)
     return PLANS[key]
@@ -168,6 +168,24 @@ def test_links_between_gpus_are_the_machines_own() -> None:
     assert slow.speed.link_bytes_per_second == 3e9
     fast = offers.hardware_of(offer(num_gpus=2, link_bytes_per_second=900e9), two)
     assert fast.speed == GPUS["RTX-4090"].speed
+
+
+@pytest.mark.parametrize("worse", [{"link_bytes_per_second": 1e9}, {"gpu_memory_bytes": 12 * GIB}])
+def test_an_offer_is_quoted_by_its_own_plan(worse: dict[str, Any]) -> None:
+    """Also beside another one of as many of the same GPUs."""
+    two = "stages.train.resources={gpus_per_node: 2, gpu: RTX-4090}"
+    pipeline = pipeline_of("quickstart", two, "stages.train.train.model={preset: llama-350m, seq_len: 1024}")
+    seen: list[Hardware] = []
+
+    def make_plan(hardware: Hardware) -> Plan:
+        seen.append(hardware)
+        return build_plan(pipeline, "train", Start("r", 1, "s3://b/p"), hardware)
+
+    both = [offer(1, num_gpus=2), offer(2, num_gpus=2, **worse)]
+    quotes, _ = offers.consider(both, pipeline.stage("train").resources, Wishes(1e6), WHOLE, make_plan)
+    alone, _ = offers.consider(both[1:], pipeline.stage("train").resources, Wishes(1e6), WHOLE, make_plan)
+    assert quotes[1:] == alone
+    assert seen == [quotes[0].hardware, alone[0].hardware, alone[0].hardware]
 
 
 def test_a_machine_without_room_for_what_waits_on_the_host_is_none() -> None:

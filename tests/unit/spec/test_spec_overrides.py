@@ -118,6 +118,7 @@ stages:
         ("train.optimizer.lr.x=null", "unknown key 'x'; see 'mlpipe schema'"),
         ("store=s3:bucket/x", "'s3:bucket/x' is not a store; write a folder like './runs', or"),
         ("store=file:x", "'file:x' is not a store; write a folder like './runs', or"),
+        ("store=FILE:x", "'FILE:x' is not a store; write a folder like './runs', or"),
         ('slurm.python=""', "'' is not a program; write its name or its path, like 'python3'"),
         ("corpus=null", "a stage cannot be replaced; set its keys, like NAME.steps=20"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -525,6 +526,15 @@ def test_why_a_driver_has_ended_is_said(tmp_path, monkeypatch, said, fault, word
     assert why(store, run) == f"nobody drives it{words}; go on with mlpipe resume r"
     late = replace(run, updated=time.time() + 100)  # driven by another since, in a terminal
     assert why(store, late) == "nobody drives it; go on with mlpipe resume r"
+
+
+def test_a_disk_that_takes_a_part_of_a_write_is_full(tmp_path, monkeypatch):
+    with open(tmp_path / "part", "wb", buffering=0) as part:
+        taken = mock.MagicMock(**{"write.return_value": 100, "fileno.return_value": part.fileno()})
+        monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: contextlib.nullcontext(taken))
+        assert detach._is_full(tmp_path)
+    monkeypatch.undo()
+    assert not detach._is_full(tmp_path)
 
 
 @pytest.mark.parametrize("late", [100, -20, 7200, 3590])
