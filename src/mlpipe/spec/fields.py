@@ -167,7 +167,8 @@ _STEPS = r"\s*0*[1-9][0-9]*\s*steps?\s*"
 ENV_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*"
 ENTRY_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 IMAGE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}"
-STORE_PATTERN = rf"s3://{BUCKET_PATTERN}(/[A-Za-z0-9._=-]+)*/?|file:///[^{{}}]*|(?![sS]3:|[fF][iI][lL][eE]:|[A-Za-z0-9]+:/)[^{{}}]+"
+_NO_FOLDER = r"[sS]3:|[fF][iI][lL][eE]:|[A-Za-z0-9]+:/"  # as the beginning of a path
+STORE_PATTERN = rf"s3://{BUCKET_PATTERN}(/[A-Za-z0-9._=-]+)*/?|file:///[^{{}}]*|(?!{_NO_FOLDER})[^{{}}]+"
 
 _TEXT = core_schema.no_info_before_validator_function(_unambiguous, core_schema.str_schema())
 Text = Annotated[str, _checked(_TEXT)]
