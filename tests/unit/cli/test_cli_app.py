@@ -106,6 +106,7 @@ def test_a_mistake_in_the_command_line_is_a_document_under_json(cli: Cli, words:
     error = json.loads(cli("status", *words, code=2).stdout)["error"]
     assert (error["kind"], error["where"], error["hint"]) == ("input", None, "mlpipe status --help")
     assert "--nope" in error["message"]
+    assert cli("validate", "p.yaml", "--set", "a=--output json", "--nope", code=2).stdout == ""  # of a value
 
 
 def test_infrastructure_exits_4(cli: Cli):

@@ -69,6 +69,8 @@ def test_every_pipeline_plans_and_its_plans_read_back(path: Path) -> None:
         plan = plan_of(pipeline, stage.name, stage_hardware(pipeline, stage.name))
         assert plan.kind == stage.kind
         assert Plan.from_json(plan.to_json()) == plan
+        with pytest.raises(AttributeError, match="tpyo"):
+            plan.work.tpyo = 1  # type: ignore[attr-defined]
 
 
 def test_a_document_names_the_source_of_the_mlpipe_that_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:

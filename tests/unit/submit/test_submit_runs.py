@@ -27,7 +27,7 @@ from mlpipe.cli.app import app
 from mlpipe.cli.outcome import summary
 from mlpipe.cli.session import CliSession
 from mlpipe.spec.load import load_pipeline_text
-from mlpipe.store import runs
+from mlpipe.store import leases, runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
 from mlpipe.submit import backends, detach, driver, held_lease, process
@@ -591,6 +591,15 @@ def test_who_asks_for_a_stage_is_not_taken_for_heard_while_checkpoints_are_delet
     with HeldLease(store, "r"):
         assert driver.drive(store, "r", options, stop=StopRequest()).state == "pending"  # that one hears it
     with HeldLease(store, "r", deletes=True), pytest.raises(StoreError, match="are being deleted by process"):
+        driver.drive(store, "r", options, stop=StopRequest())
+
+    def refused(*_: object) -> None:
+        """By a deletion that has ended when the driver looks who it was."""
+        with HeldLease(store, "r", deletes=True):
+            leases.is_driven(store, runs.read_run(store, "r"))
+
+    monkeypatch.setattr(driver, "_lease", refused)
+    with pytest.raises(StoreError, match="are being deleted by process"):
         driver.drive(store, "r", options, stop=StopRequest())
 
 
