@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
 BUCKET_PATTERN = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"  # of S3, and of the servers that speak it
+# How what was meant as a URL begins, where a store's folder is asked for. No flags: JSON Schema has none.
+NO_FOLDER_PATTERN = r"[sS]3:|[fF][iI][lL][eE]:|[A-Za-z0-9]+:/"
 BUCKET_RULE = "a bucket's name has 3 to 63 of a-z, 0-9, '.' and '-', a letter or digit first and last"
 _NAME = re.compile(NAME_PATTERN)
 

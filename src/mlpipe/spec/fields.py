@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from mlpipe._core.gate import GATE_PATTERN, parse_gate
 from mlpipe._core.gate import NAME_PATTERN as METRIC_PATTERN
-from mlpipe._core.ids import BUCKET_PATTERN, BUCKET_RULE, NAME_PATTERN, is_bucket, is_name
+from mlpipe._core.ids import BUCKET_PATTERN, BUCKET_RULE, NAME_PATTERN, NO_FOLDER_PATTERN, is_bucket, is_name
 from mlpipe._core.units import parse_bytes, parse_cadence, parse_seconds
 from mlpipe.spec.problems import closest
 from mlpipe.spec.tree import Ambiguous
@@ -167,8 +167,9 @@ _STEPS = r"\s*0*[1-9][0-9]*\s*steps?\s*"
 ENV_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*"
 ENTRY_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 IMAGE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}"
-_NO_FOLDER = r"[sS]3:|[fF][iI][lL][eE]:|[A-Za-z0-9]+:/"  # as the beginning of a path
-STORE_PATTERN = rf"s3://{BUCKET_PATTERN}(/[A-Za-z0-9._=-]+)*/?|file:///[^{{}}]*|(?!{_NO_FOLDER})[^{{}}]+"
+STORE_PATTERN = (
+    rf"s3://{BUCKET_PATTERN}(/[A-Za-z0-9._=-]+)*/?|file:///[^{{}}]*|(?!{NO_FOLDER_PATTERN})[^{{}}]+"
+)
 
 _TEXT = core_schema.no_info_before_validator_function(_unambiguous, core_schema.str_schema())
 Text = Annotated[str, _checked(_TEXT)]

@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from mlpipe._core import environment
 from mlpipe._core.errors import StoreError
+from mlpipe._core.ids import NO_FOLDER_PATTERN
 
 if TYPE_CHECKING:
     from mlpipe.store.base import Store
@@ -59,7 +60,7 @@ def _path_of(url: str) -> Path:
         if parts.netloc not in ("", "localhost"):
             raise StoreError(f"{url!r} names another host", hint="write file:///path", kind="input")
         return Path(unquote(parts.path))
-    if "://" in url or re.match("(?i)s3:|file:|[a-z0-9]+:/", url) or not url:
+    if "://" in url or re.match(NO_FOLDER_PATTERN, url) or not url:
         raise StoreError(
             f"{url!r} is not a store",
             hint=_KINDS,
