@@ -75,6 +75,7 @@ KINDS = {
 }  # fmt: skip
 _START_SECONDS = 300.0
 _PEAK_SECONDS = 0.03  # of each rank's first step, for an MFU that no test believes
+_LONGEST_SECONDS = 900.0  # of a test, as in pyproject.toml
 _PADDING = 16_384  # bytes that /proc/PID/cmdline and environ may show
 _PR_SET_NAME = 15
 _CLONE_NEWNET = 0x40000000
@@ -218,7 +219,12 @@ def program(name: str, arguments: list[str]) -> int:
         kind, argv = "ranks", [arguments[0].removesuffix(".py"), *arguments[1:]]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
     options = ["-P"] if arguments[:1] == ["-P"] else []
-    return Popen(kind, [sys.executable, *options, "-m", *argv], env=env).wait()
+    process = Popen(kind, [sys.executable, *options, "-m", *argv], env=env)
+    try:
+        return process.wait(_LONGEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
 
 
 def _receive(server: socket.socket, count: int) -> bytes:
