@@ -25,6 +25,7 @@ from mlpipe.store.s3 import S3Store
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(1200)]
 STEPS = 60
+RUN = "lent-and-taken"  # no other test has it: its processes are looked for on the whole machine
 TESTS = str(Path(__file__).parents[1])
 SHORT = {
     "mlpipe.submit.rented.handle:LEASE_SECONDS": 4.0,
@@ -85,14 +86,14 @@ class Rented:
         self.account.image = {**self.account.image, **forked, "TMPDIR": tempfile.gettempdir()}
 
     def last_step(self) -> int:
-        found = catalogue.latest(self.store, "runs/r/stages/train")
+        found = catalogue.latest(self.store, f"runs/{RUN}/stages/train")
         return found.step if found else 0
 
     def machine(self, attempt: int) -> Instance:
         """That of an attempt, once it trains."""
 
         def found() -> Instance | None:
-            label = f"/r/train/{attempt}/"
+            label = f"/{RUN}/train/{attempt}/"
             return next((one for one in self.account.instances.values() if label in one.body["label"]), None)
 
         return until(found, f"the machine of attempt {attempt}")
@@ -101,7 +102,7 @@ class Rented:
         """By step, as the last attempt that did it recorded them."""
         losses = {}
         for attempt in range(1, attempts + 1):
-            data, _ = self.store.read_log(f"runs/r/stages/train/attempt-{attempt}/records/rank-0.jsonl")
+            data, _ = self.store.read_log(f"runs/{RUN}/stages/train/attempt-{attempt}/records/rank-0.jsonl")
             for line in data.decode().splitlines():
                 record = json.loads(line)
                 if record.get("kind") == "step":
@@ -123,11 +124,11 @@ def undisturbed(rented: Rented) -> tuple[Processes, dict[int, float]]:
     cli = Cli(folder, warm=True)
     cli.env["PYTHONPATH"] = TESTS
     (folder / "pipeline.yaml").write_text(json.dumps(pipeline(folder, folder / "none")))
-    process = cli.start("run", "pipeline.yaml", "--run-id", "r", "--quiet")
-    workers = workers_of("r", 1)
+    process = cli.start("run", "pipeline.yaml", "--run-id", RUN, "--quiet")
+    workers = workers_of(RUN, 1)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err + out
-    lines = (cli.store / "runs/r/stages/train/attempt-1/records/rank-0.jsonl").read_text().splitlines()
+    lines = (cli.store / f"runs/{RUN}/stages/train/attempt-1/records/rank-0.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return workers, {one["step"]: one["loss"] for one in records if one.get("kind") == "step"}
 
@@ -148,17 +149,17 @@ def test_interrupted_and_abandoned_it_learns_the_same_and_owes_nothing(rented: R
     shown = cli("submit", "pipeline.yaml", "--to", "rented", "--max-usd", "5", "--dry-run").stdout
     assert "4 machines could run it" in shown
     assert account.labels() == []
-    cli("submit", "pipeline.yaml", "--to", "rented", "--max-usd", "5", "--run-id", "r")
+    cli("submit", "pipeline.yaml", "--to", "rented", "--max-usd", "5", "--run-id", RUN)
 
     first = rented.machine(1)
-    there = workers_of("r", 1)
+    there = workers_of(RUN, 1)
     until(lambda: rented.last_step() >= 4, "a checkpoint on the first machine")
     told = json.dumps(dict(first.body))
     assert KEY not in told
     assert cli.env["AWS_SECRET_ACCESS_KEY"] not in told
     lent = S3Store.from_environment(rented.url, first.body["env"])
-    assert lent.exists("runs/r/pipeline.yaml")
-    for key in ("runs/r/run.json", "runs/other/stages/a/outputs/x", "models/m/1"):
+    assert lent.exists(f"runs/{RUN}/pipeline.yaml")
+    for key in (f"runs/{RUN}/run.json", "runs/other/stages/a/outputs/x", "models/m/1"):
         with pytest.raises(StoreError):
             lent.put(key, b"x")
     account.interrupt(first.number)
@@ -167,20 +168,20 @@ def test_interrupted_and_abandoned_it_learns_the_same_and_owes_nothing(rented: R
     assert second.offer["id"] != first.offer["id"]
     interrupted_at = rented.last_step()
     until(lambda: rented.last_step() >= interrupted_at + 4, "a checkpoint on the second machine")
-    driver = runs.read_run(rented.store, "r").driver
+    driver = runs.read_run(rented.store, RUN).driver
     assert driver is not None
 
     os.kill(driver.pid, signal.SIGKILL)
     until(lambda: not account.instances, "the machine to end its own rental")
-    outcome = json.loads(rented.store.get("runs/r/stages/train/attempt-2/outcome.json"))
+    outcome = json.loads(rented.store.get(f"runs/{RUN}/stages/train/attempt-2/outcome.json"))
     assert outcome["outcome"] == "saved"
     assert any(
         path.endswith(f"/{second.number}/") for method, path, _ in account.requests if method == "DELETE"
     )
 
     rented.hold.unlink()
-    cli("resume", "r", "--quiet")
-    assert cli.json("status", "r")["state"] == "done"
+    cli("resume", RUN, "--quiet")
+    assert cli.json("status", RUN)["state"] == "done"
     assert account.instances == {}
     workers, losses = undisturbed(rented)
     check_processes(own(workers), own(there))
@@ -190,7 +191,7 @@ def test_interrupted_and_abandoned_it_learns_the_same_and_owes_nothing(rented: R
 
 def check_bill(rented: Rented) -> None:
     """What the run says that it has spent is what it was billed, or a little more."""
-    infos = rented.store.list("runs/r/rentals")
+    infos = rented.store.list(f"runs/{RUN}/rentals")
     rentals: list[Mapping[str, Any]] = [json.loads(rented.store.get(info.key)) for info in infos]
     assert all(one["ended"] is not None for one in rentals)
     said = sum((one["ended"] - one["asked"]) / 3600 * one["usd_per_hour"] for one in rentals)
@@ -202,13 +203,13 @@ def test_what_is_cancelled_saves_and_goes_back(rented: Rented) -> None:
     cli, account = rented.cli, rented.account
     refused = cli("submit", "pipeline.yaml", "--to", "rented", "--max-usd", "0.1", code=4).stderr
     assert "no machine for rent finishes it" in refused
-    cli("submit", "pipeline.yaml", "--to", "rented", "--max-usd", "5", "--run-id", "r")
+    cli("submit", "pipeline.yaml", "--to", "rented", "--max-usd", "5", "--run-id", RUN)
     until(lambda: rented.last_step() >= 4, "a checkpoint on a machine")
     (instance,) = account.instances.values()
-    until(lambda: "of $5.00 spent" in cli("status", "r").stdout, "what was spent")
+    until(lambda: "of $5.00 spent" in cli("status", RUN).stdout, "what was spent")
     assert str(instance.number) in cli("doctor", "--for", "rented", code=None).stdout
-    assert cli.json("cancel", "r")["state"] == "cancelled"
+    assert cli.json("cancel", RUN)["state"] == "cancelled"
     assert account.instances == {}
     assert rented.last_step() > 4  # it saved where it was
-    assert "[rank 0]" in cli("logs", "r", "--stage", "train").stdout
+    assert "[rank 0]" in cli("logs", RUN, "--stage", "train").stdout
     check_bill(rented)
