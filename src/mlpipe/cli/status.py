@@ -43,7 +43,8 @@ def command(session: CliSession, run_id: str) -> None:
         say(session, store, run)
         return
     document = outcome.document(store, run)
-    document["driver_alive"] = leases.lease_is_live(run.driver)
+    is_held = leases.lease_is_live(run.driver)
+    document["driver_alive"] = is_held and run.driver is not None and not run.driver.deletes
     under_way = run.state not in runs.RUN_ENDED and run.message != runs.WAITS_FOR_STAGES
     if under_way and not document["driver_alive"]:
         document["waits_for"] = backends.of_run(run).why_undriven(store, run)
@@ -51,7 +52,7 @@ def command(session: CliSession, run_id: str) -> None:
         stage["progress"] = progress(store, run, name)
         change = members(store, run.attempt_key(name)) if stage["progress"] is not None else None
         stage["members"] = None if change is None else {"numbers": change.members, "words": in_words(change)}
-    session.result(document, _text(run, document, live_line))
+    session.result(document, _text(run, document, is_held, live_line))
 
 
 def progress(store: Store, run: RunState, stage: str) -> Summary | None:
@@ -63,7 +64,7 @@ def progress(store: Store, run: RunState, stage: str) -> Summary | None:
     return summarize(records) if records else None
 
 
-def _text(run: RunState, document: dict[str, Any], live_line: Any) -> str:
+def _text(run: RunState, document: dict[str, Any], is_held: bool, live_line: Any) -> str:
     now = time.time()
     lines = [f"{run.run_id}  {outcome.colour(run.state)}  started {format_seconds(now - run.created)} ago"]
     if run.message:
@@ -73,7 +74,7 @@ def _text(run: RunState, document: dict[str, Any], live_line: Any) -> str:
     if document.get("waits_for"):
         lines.append(f"  {document['waits_for']}")
     if run.driver is not None and run.state not in ("done", "failed", "cancelled"):
-        was = "" if document["driver_alive"] else "was "
+        was = "" if is_held else "was "
         held = "held, to delete checkpoints," if run.driver.deletes else "driven"
         lines.append(f"  {was}{held} by process {run.driver.pid} on {run.driver.host}")
     starts = run.meta.get("init_from", {})

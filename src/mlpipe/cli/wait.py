@@ -59,7 +59,9 @@ def wait_for(session: CliSession, request: DriveRequest) -> int:
         while True:
             watcher.watch(run)
             following.renew()
-            driven, over = leases.lease_is_live(run.driver), _is_over(store, run, only)
+            over = _is_over(store, run, only)
+            # one who deletes checkpoints is waited for where a driver must start after it
+            driven = leases.lease_is_live(run.driver) and not (over and run.driver and run.driver.deletes)
             if over and only is not None:
                 # A driver lets go when it has written how the run stands, unless others keep it.
                 over_at = over_at or time.monotonic()

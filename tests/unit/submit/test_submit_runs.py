@@ -23,6 +23,7 @@ from kit.synthetic_run import stage_plan, train_plan
 
 from mlpipe._core.errors import StoreError, SubmitError
 from mlpipe._core.processes import start_time, this_process
+from mlpipe.cli import wait
 from mlpipe.cli.app import app
 from mlpipe.cli.outcome import summary
 from mlpipe.cli.session import CliSession
@@ -31,6 +32,7 @@ from mlpipe.store import leases, runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
 from mlpipe.submit import backends, detach, driver, held_lease, process
+from mlpipe.submit.adopt import DriveRequest
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease
 
@@ -601,6 +603,34 @@ def test_who_asks_for_a_stage_is_not_taken_for_heard_while_checkpoints_are_delet
     monkeypatch.setattr(driver, "_lease", refused)
     with pytest.raises(StoreError, match="are being deleted by process"):
         driver.drive(store, "r", options, stop=StopRequest())
+
+
+@pytest.mark.parametrize("state", ["running", "done"])
+def test_who_deletes_checkpoints_drives_nothing_and_keeps_nobody_from_the_end(tmp_path, monkeypatch, state):
+    store, session = FolderStore(tmp_path), CliSession()
+    runs.create_run(store, "r", "version: 1\n", "d", ["a"], "local", {"folder": str(tmp_path)})
+    runs.update_run(store, "r", lambda run: replace(run, state=state))
+    request = DriveRequest(backends.load("local"), store, "r", None, None, session)
+
+    class Deleting(clock.Clock):
+        def sleep(self, seconds):
+            super().sleep(seconds)
+            held.__exit__()
+
+    monkeypatch.setattr(wait, "time", passes := Deleting())
+    with HeldLease(store, "r", deletes=True) as held:
+        status = ["status", "r", "--store", store.url, "--output"]
+        text, document = (
+            CliRunner().invoke(app, [*status, form], obj=CliSession()).stdout for form in ("text", "json")
+        )
+        assert ("\n  held, to delete checkpoints, by process" in text) == (state == "running")
+        assert json.loads(document)["driver_alive"] is False
+        if state == "done":
+            assert (wait.wait_for(session, request), passes.pauses) == (0, [])
+        else:  # no driver could start now
+            with pytest.raises(SubmitError, match="the driver of run r is gone"):
+                wait.wait_for(session, request)
+            assert passes.pauses
 
 
 def test_a_run_that_is_cancelled_before_its_driver_begins_is_not_begun(tmp_path, monkeypatch):

@@ -41,6 +41,7 @@ from mlpipe.store.outcome import AttemptOutcome, write_outcome
 from mlpipe.store.runs import RunState, StageState
 from mlpipe.submit import backends, driver
 from mlpipe.submit.executor import StopRequest
+from mlpipe.submit.held_lease import HeldLease
 from mlpipe.submit.submission import Submission
 from mlpipe.submit.sweeps import controller, slots
 from mlpipe.submit.sweeps.cancel import cancel_sweep
@@ -834,6 +835,27 @@ def test_a_trial_that_ended_without_a_controller_is_gone_on_with_if_the_sweep_st
     assert drive(store).state == "done"
     assert states(store) == {"000": then, "001": "done"}
     assert Simulated.started["s-000"] == drivers
+
+
+def test_a_trial_whose_checkpoints_are_being_deleted_waits_for_that_and_goes_on(store, tmp_path):
+    """It was taken for driven, and for ended as its sweep had stopped it; no other takes its place."""
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=1)
+    drive_until_all_run(store, 1)
+    runs.request_cancel(store, "s-000", STOPPED)
+    until(lambda: runs.read_run(store, "s-000").state == "cancelled", "the trial to stop")
+    until(lambda: runs.read_run(store, "s-000").driver is None, "its driver to let go")
+    Simulated.go.set()
+    seen: list[dict[str, str]] = []
+
+    def watch(sweep: RunState) -> None:
+        seen.append(states(store))
+        if len(seen) == 3:
+            held.__exit__()
+
+    with HeldLease(store, "s-000", deletes=True) as held:
+        assert drive(store, watch=watch).state == "done"
+    assert seen[:3] == [{"000": "running", "001": "pending"}] * 3
+    assert dict(Simulated.started) == {"s-000": 2, "s-001": 1}
 
 
 def test_trials_that_would_have_no_gpu_are_refused_before_anything_is_written(store, tmp_path, monkeypatch):

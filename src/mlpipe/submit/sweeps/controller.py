@@ -192,7 +192,7 @@ class _Controller:
     def _next(self) -> str | None:
         """Which trial gets a driver now. One that the batch has begun waits for nobody: of those under way
         some may be queued again, and Slurm counts them itself; but nor do thousands come at once."""
-        room = self._sweep.max_parallel - len(self._following)
+        room = self._sweep.max_parallel - len(self._stages("running"))
         for name, trial in self.state.stages.items():
             if trial.state == "pending" and name not in self._waiting:
                 has_begun = self._batch is not None and self._batch.trial(name) is not None
@@ -303,6 +303,8 @@ class _Controller:
         try:
             run = self._driven(name, adopt=adopt)
             self._following.setdefault(name, _Following(run)).run = run
+        except leases.DeletionError:
+            return  # the next round asks again
         except MlpipeError as error:
             if isinstance(error, StoreError) and error.kind == "infrastructure":
                 raise
@@ -310,7 +312,8 @@ class _Controller:
 
     def _driven(self, name: str, *, adopt: bool = False) -> RunState:
         """The trial's run, with a driver unless it is done; `adopt`: unless it has ended, not by the
-        sweep's own stop. Raises SubmitError (input) if the run of its id is another one."""
+        sweep's own stop. Raises SubmitError (input) if the run of its id is another one, DeletionError while
+        checkpoints of it are being deleted."""
         store, run_id, submission = self._store, sweeps.trial_run_id(self._id, name), self._recorded(name)
         run = runs.read_run(store, run_id)
         asked = tuple(run.meta.get("set", ()))[: len(submission.overrides)]  # a resume adds to them
@@ -320,7 +323,7 @@ class _Controller:
                 hint="delete it, or choose another --sweep-id",
                 kind="input",
             )
-        if run.state == "done" or leases.lease_is_live(run.driver):
+        if run.state == "done" or leases.is_driven(store, run):
             return run
         if adopt and run.state in runs.RUN_ENDED and run.message not in (STOPPED, _TERMINATED):
             return run
