@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("spec", type=click.Path())
 @click.option("--stage", metavar="NAME", help="Only this stage.")
+@click.option("--for", "target", metavar="BACKEND", help="Where it runs: kubernetes, slurm. Default: here.")
 @click.option("--explain", is_flag=True, help="Walk through the decision, with advice.")
 @click.option("--nodes", metavar="A..B", help="How time and cost scale from A to B nodes.")
 @click.option("--groups", metavar="LIST", help="On nodes that differ, like 2xH100-80GB,4xA100-40GB.")
@@ -38,6 +39,7 @@ def command(
     session: CliSession,
     spec: str,
     stage: str | None,
+    target: str | None,
     explain: bool,
     nodes: str | None,
     groups: str | None,
@@ -50,14 +52,16 @@ def command(
     """Show what will run and why: strategies compared, memory and time by cause, cost."""
     from mlpipe._core.serial import to_plain
     from mlpipe.plan.ahead import named, plan_stage
+    from mlpipe.plan.build import stage_hardware
     from mlpipe.spec.load import read_pipeline
 
     if hardware is not None:
         overrides = (*overrides, *_name_hardware(spec, stage, hardware))
     text, pipeline = read_pipeline(spec, overrides=overrides)
     url = session.full_store_url(pipeline.store)
-    _measure(session, pipeline)
-    starts = _starts(pipeline, url, (spec, text), overrides)
+    hardware_of = stage_hardware if target is None else _hardware_there(target)
+    _measure(session, pipeline, target)
+    starts = _starts(pipeline, url, (spec, text), overrides, target)
     tracer: Callable[[Plan], Traced | None] | None = None
     if trace:
         from mlpipe.cli import plan_trace
@@ -70,7 +74,7 @@ def command(
 
         network = origin(pipeline.network)
     for name in named(pipeline, stage, where=spec):
-        planned = plan_stage(pipeline, name, url, tracer)
+        planned = plan_stage(pipeline, name, url, tracer, hardware_of)
         plan, shape, candidates, where = planned.plan, planned.traced, planned.candidates, planned.hardware
         document: dict[str, Any] = {}
         if session.json:
@@ -116,7 +120,26 @@ def _figures(hardware: Hardware) -> dict[str, Any]:
     return hardware._asdict() | {"speed": speed._asdict() | {"kernels": kernels}, "groups": groups}
 
 
-def _measure(session: CliSession, pipeline: Pipeline) -> None:
+def _hardware_there(target: str) -> Callable[[Pipeline, str], Hardware]:
+    """What stages run on at the backend of this name."""
+    from mlpipe.submit import backends
+
+    backend = backends.load(target)
+    if backend.trains_elsewhere:
+        raise click.UsageError(
+            f"on which machines of {target} a training will be says mlpipe submit --to {target} --dry-run"
+        )
+    return backend({}).hardware
+
+
+def _is_here(pipeline: Pipeline, target: str | None) -> bool:
+    """Whether stages will be on this machine, as far as `--for` or else the file says."""
+    from mlpipe.submit import backends
+
+    return (backends.takers(pipeline) if target is None else [target]) == [backends.DEFAULT]
+
+
+def _measure(session: CliSession, pipeline: Pipeline, target: str | None) -> None:
     """This machine, if the plan is of it and nobody has."""
     from mlpipe.plan.ahead import predicted_here
     from mlpipe.plan.hardware import knows_machine
@@ -127,16 +150,14 @@ def _measure(session: CliSession, pipeline: Pipeline) -> None:
 
     if machine.is_known():
         return
-    from mlpipe.submit import backends
-
-    if backends.takers(pipeline) == [backends.DEFAULT]:
+    if _is_here(pipeline, target):
         from mlpipe.submit.measuring import measure_first  # which imports as much as a run does
 
         measure_first(pipeline, session.note)
 
 
 def _starts(
-    pipeline: Pipeline, url: str, spec: tuple[str, str], overrides: tuple[str, ...]
+    pipeline: Pipeline, url: str, spec: tuple[str, str], overrides: tuple[str, ...], target: str | None
 ) -> dict[str, str]:
     """Of each stage that starts from weights, which; those on this machine are looked at. `spec`: path and
     text. Raises SubmitError for what is not there."""
@@ -145,13 +166,12 @@ def _starts(
     starting = {name: part for name, part in trainings(pipeline).items() if starts_from_weights(part)}
     if not starting:
         return {}
-    from mlpipe.submit import backends
     from mlpipe.submit.starting import asked_for, look_ahead
     from mlpipe.submit.submission import Submission
 
     submission = Submission(*spec, overrides, pipeline, url, ".")
     asked = {name: asked_for(submission, name, part) for name, part in starting.items()}
-    here = backends.takers(pipeline) == [backends.DEFAULT]  # else a path may be one of there
+    here = _is_here(pipeline, target)  # else a path may be one of there
     weights = look_ahead(submission, lambda place: here and not place.startswith("s3://"))
     return {
         name: weights[name]["found"]["words"]

@@ -3,7 +3,8 @@ command which only looks ahead imports no store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,15 @@ def plan_ahead(
 ) -> Plan:
     """The plan as far as it is known before anything has run, for this machine or for a cluster's. Raises
     PlanError, with the stage's place in the file where it concerns all of it."""
-    try:
+    with _placed(pipeline, stage_name):
         hardware = stage_hardware(pipeline, stage_name, cluster=cluster)
         return build_plan(pipeline, stage_name, Start(run_id, 1, store_url, resume=True), hardware, traced)
+
+
+@contextmanager
+def _placed(pipeline: Pipeline, stage_name: str) -> Iterator[None]:
+    try:
+        yield
     except PlanError as error:
         if error.where in (None, f"stage {stage_name!r}"):
             place = pipeline.place(stage_name)
@@ -68,14 +75,21 @@ def named(pipeline: Pipeline, stage: str | None, *, where: str) -> list[str]:
 
 
 def plan_stage(
-    pipeline: Pipeline, name: str, store_url: str, trace: Callable[[Plan], Traced | None] | None = None
+    pipeline: Pipeline,
+    name: str,
+    store_url: str,
+    trace: Callable[[Plan], Traced | None] | None = None,
+    hardware_of: Callable[[Pipeline, str], Hardware] = stage_hardware,
 ) -> StagePlan:
-    """`trace`: sizes a user's own model, and what it finds is planned with. Raises PlanError."""
-    hardware, run_id = stage_hardware(pipeline, name), f"{pipeline.name[:40]}-RUN"
-    made = plan_ahead(pipeline, name, store_url, run_id)
-    shape = trace(made) if trace is not None else None
-    if shape is not None:
-        made = plan_ahead(pipeline, name, store_url, run_id, traced=shape)
+    """`trace`: sizes a user's own model, and what it finds is planned with. `hardware_of`: a backend's, of
+    pipeline and stage; else this machine's. Raises PlanError."""
+    start = Start(f"{pipeline.name[:40]}-RUN", 1, store_url, resume=True)
+    with _placed(pipeline, name):
+        hardware = hardware_of(pipeline, name)
+        made = build_plan(pipeline, name, start, hardware)
+        shape = trace(made) if trace is not None else None
+        if shape is not None:
+            made = build_plan(pipeline, name, start, hardware, shape)
     return StagePlan(name, made, compare(pipeline, name, hardware, traced=shape), hardware, shape)
 
 

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from click.testing import CliRunner
 from kit.command_runs import Cli
+from kit.rendered import PIPELINES, QUICKSTART
 
 from mlpipe._core.errors import EXIT_CODES
 from mlpipe.cli import app, session
@@ -243,6 +246,41 @@ def test_plan_compares_strategies(cli: Cli):
     assert train["plan"]["train"]["strategy"] == "fsdp"
     assert {found["strategy"] for found in train["strategies"]} >= {"single", "ddp", "fsdp"}
     assert "no stage 'x'" in cli("plan", "pipeline.yaml", "--stage", "x", code=2).stderr
+
+
+def test_plan_for_a_backend_is_what_would_run_there(tmp_path, monkeypatch):
+    """Its pods compute in fp32, whatever this machine's CPU can."""
+    (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t\t: fpu avx512f avx512_bf16\n")
+    monkeypatch.setattr("mlpipe._core.cpus._CPUINFO", tmp_path / "cpuinfo")
+
+    def made(verb: str, *words: str) -> str:
+        sets = [word for override in QUICKSTART for word in ("--set", override)]
+        words = (verb, str(PIPELINES / "quickstart.yaml"), "--stage", "train", *sets, *words)
+        done = CliRunner().invoke(app.app, words, obj=session.CliSession())
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    def planned(*words: str) -> dict:
+        (stage,) = json.loads(made("plan", "--output", "json", *words))["stages"]
+        return stage["plan"]
+
+    there = planned("--for", "kubernetes")
+    manifests = list(yaml.safe_load_all(made("render", "--for", "kubernetes", "--run-id", "r")))
+    (sent,) = [
+        json.loads(one["data"]["plan.json"]) for one in manifests if "plan.json" in one.get("data", {})
+    ]
+    assert sent == {**there, "run_id": "r"}
+    assert there["train"]["precision"] == "fp32"
+    assert planned("--for", "slurm")["train"]["precision"] == "fp32"
+    assert planned()["train"]["precision"] == planned("--for", "local")["train"]["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"), [("x", "no backend 'x'"), ("rented", "submit --to rented --dry-run")]
+)
+def test_plan_for_a_backend_that_is_none_or_has_no_machines_yet_is_refused(cli: Cli, backend, says):
+    cli("init", ".")
+    assert says in cli("plan", "pipeline.yaml", "--for", backend, code=2).stderr
 
 
 def test_plan_needs_no_credentials_and_no_network(cli: Cli):
