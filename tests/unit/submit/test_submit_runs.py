@@ -392,6 +392,18 @@ def test_what_dry_run_prints_is_what_runs(cli: Cli):
     assert seen[1:] == sorted(f"{key}={value}" for key, value in {**stage["env"], **ours}.items())
 
 
+def test_a_command_that_asks_for_more_gpus_than_there_are_says_so_and_runs(cli: Cli):
+    gpus = {"resources": {"gpus_per_node": 2, "gpu": "H100-80GB"}}
+    write_spec(cli.folder, {"a": shell("true"), "b": shell("true")}, a=gpus)
+    for visible, said in {"0": 1, "0,1": 0}.items():
+        cli.env["CUDA_VISIBLE_DEVICES"] = visible
+        done = cli("run", "pipeline.yaml", "--run-id", f"r{said}")
+        assert (
+            done.stderr.count("asks for 2 GPUs, this machine shows 1: its command runs all the same") == said
+        )
+        assert states(cli, f"r{said}") == {"a": "done", "b": "done"}
+
+
 def test_logs_can_be_cut_and_followed(cli: Cli):
     write_spec(cli.folder, {"a": shell("seq 100"), "b": WAITS}, {"b": ["a"]})
     cli("submit", "pipeline.yaml", "--run-id", "r")

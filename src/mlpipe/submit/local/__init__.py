@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlpipe.submit.backend import Backend
-from mlpipe.submit.submission import Availability, Finding, Submission
+from mlpipe.submit.submission import Availability, Console, Finding, Submission
 
 if TYPE_CHECKING:
     from mlpipe.plan.plan import Plan
@@ -25,6 +25,20 @@ class LocalBackend(Backend):
     @classmethod
     def takes(cls, pipeline: Pipeline) -> bool:
         return True
+
+    def check(self, submission: Submission, console: Console, *, is_new: bool) -> None:
+        from mlpipe.submit.process_executor import gpu_ids
+
+        super().check(submission, console, is_new=is_new)
+        num_gpus = len(gpu_ids())
+        for stage in submission.pipeline.stages:
+            asked = stage.resources.gpus_per_node if stage.resources is not None else 0
+            # of workers that is an error; what a program does without is its own affair
+            if asked > num_gpus and stage.kind.runs == "command" and submission.stage in (None, stage.name):
+                console.note(
+                    f"stage {stage.name!r} asks for {asked} GPUs, this machine shows {num_gpus}: "
+                    "its command runs all the same"
+                )
 
     def check_plan(self, plan: Plan) -> None:
         from mlpipe.submit.process_executor import check_fits, gpu_ids
