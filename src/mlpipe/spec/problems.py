@@ -52,12 +52,15 @@ class Problem(NamedTuple):
 
 
 class SpecErrors(SpecError):
-    """All mistakes of one file. `str()` is one line a problem, in the order of the file."""
+    """All mistakes of one file. `str()` is one line a problem, in the order of the file; `message` and `hint`
+    are of the first."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = sorted(problems, key=lambda p: (p.line == 0, p.file, p.line, p.col))
-        first = self.problems[0]
-        super().__init__(f"{len(self.problems)} problem(s) in the pipeline", where=str(first.place))
+        first, num_more = self.problems[0], len(self.problems) - 1
+        more = f"; and {num_more} more problem{'s' * (num_more > 1)}" if num_more else ""
+        message = f"{shortened(first.message, _LONGEST)}{more}"
+        super().__init__(message, where=str(first.place), hint=first.hint)
 
     def __str__(self) -> str:
         lines = [str(problem) for problem in self.problems[:SHOWN]]

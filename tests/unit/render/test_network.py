@@ -269,6 +269,11 @@ def test_a_profile_that_is_not_there_or_built_in(rails: Path) -> None:
     with pytest.raises(SpecErrors, match="yaml:3:3: 'efa' is built in"):
         pipeline_of("llm", "network.profile=x")
     assert speed("network.profile=efa") == 50e9  # no file is read for it
+    (found,) = _networks()
+    assert (found.level, found.detail) == ("fail", f"{rails}:3:3: 'efa' is built in")
+    rails.write_text("networks: {a: {gb_per_second: x, b: 1}}\n")
+    (found,) = _networks()
+    assert found.detail == f"{rails}:1:1: 'version' is missing; and 2 more problems"
     rails.unlink()
     with pytest.raises(SpecErrors, match=r"networks\.yaml: cannot be read"):
         pipeline_of("llm", "network.profile=rails")
