@@ -6,6 +6,7 @@ around the parts of a step. Imported only where a rank is profiled.
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
@@ -92,7 +93,7 @@ class Profiler:
         self._profiler.stop()
         try:
             self._store()
-        except Exception as error:  # a full disk ends a trace in its midst: EOFError, zlib.error
+        except Exception as error:  # a full disk ends a trace in its midst: ValueError
             _log.warning("the profile of step %d is lost: %s", self.profile.first_step, error)
         finally:
             if self._cuda and self.profile.memory:
@@ -102,15 +103,16 @@ class Profiler:
         session, first = self._session, self.profile.first_step
         rank, key, store = session.rank, session.plan.attempt_key, session.store
         with tempfile.TemporaryDirectory(prefix="mlpipe-profile-") as folder:
-            path = Path(folder) / "trace.json.gz"
-            self._profiler.export_chrome_trace(str(path))
-            data = path.read_bytes()
-            store.put(profiles.trace_key(key, first, rank), data)
+            path = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))  # which would compress line by line
+            text = path.read_bytes()
+            trace = Trace(json.loads(text))
+            store.put(profiles.trace_key(key, first, rank), gzip.compress(text, 6))
             if self._cuda and self.profile.memory:
                 snapshot = Path(folder) / "memory.pickle"
                 torch.cuda.memory._dump_snapshot(str(snapshot))
                 store.put(profiles.memory_key(key, first, rank), snapshot.read_bytes())
-        summary = measure(Trace.of(data))
+        summary = measure(trace)
         store.put(profiles.summary_key(key, first, rank), to_json(summary).encode())
 
     def _name_layers(self, root: torch.nn.Module) -> None:

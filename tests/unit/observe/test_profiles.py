@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from typing import Any
 
 import pytest
@@ -36,7 +34,7 @@ def note(name: str, start: float, end: float) -> dict[str, Any]:
 def profile(*events: dict[str, Any], **facts: Any) -> RankProfile:
     """Of a step of 100 ms."""
     document = {"traceEvents": [note("ProfilerStep#7", 0, 100), *events], "mlpipe": facts}
-    return measure(Trace.of(gzip.compress(json.dumps(document).encode())))
+    return measure(Trace(document))
 
 
 def on_cpu(**facts: Any) -> RankProfile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from mlpipe._core.optimizers import OPTIMIZERS
@@ -152,8 +153,9 @@ def _is_of_stages(one: Event) -> bool:
     return "send" in one.name.lower() or "recv" in one.name.lower()
 
 
+@cache
 def class_of(name: str) -> str:
-    """Of an operator or a kernel."""
+    """Of an operator or a kernel: of a trace's 100,000 events there are a few hundred."""
     lowered = name.lower()
     return next((kind for kind, words in _CLASSES if any(word in lowered for word in words)), "elementwise")
 

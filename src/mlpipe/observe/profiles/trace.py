@@ -6,8 +6,6 @@ the layer whose forward operator made its node of the graph, which has the same 
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,11 +73,6 @@ class Trace:
         _nest(self.host)
         self.operators = [one for one in self.host if one.kind == "cpu_op"]
         _launched_by(self.kernels, self.runtime)
-
-    @staticmethod
-    def of(data: bytes) -> Trace:
-        """Raises ValueError for what is no trace."""
-        return Trace(json.loads(gzip.decompress(data)))
 
     @property
     def num_steps(self) -> int:
@@ -152,10 +145,12 @@ def union(spans: Iterable[Span]) -> list[Span]:
 def minus(spans: list[Span], others: list[Span]) -> list[Span]:
     """Of joined `spans` what lies in none of the joined `others`."""
     rest: list[Span] = []
+    first = 0  # of the others, those before it end before what is left of the spans
     for start, end in spans:
-        for low, high in others:
-            if high <= start:
-                continue
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        for at in range(first, len(others)):
+            low, high = others[at]
             if low >= end:
                 break
             if low > start:
