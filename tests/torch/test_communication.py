@@ -24,7 +24,7 @@ from mlpipe.train.parallel import shared_memory
 from mlpipe.train.room import FOLDER
 
 pytestmark = pytest.mark.torch
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +46,28 @@ def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
     resident: dict[str, Any] = {"communication": "resident", "reshard_after_forward": False}
     on_demand: dict[str, Any] = {"communication": "on_demand", "deterministic": False}
     validate = {"validate": ValidatePlan(every_steps=STEPS // 2, max_tokens=500, metrics=())}
-    ways: dict[str, tuple[Strategy, DataPlan, dict[str, Any]]] = {
-        "padded": ("fsdp", data, validate),
-        "packed": ("fsdp", dense, {}),
-        "resident": ("fsdp", free, resident),
-        "as_they_come": ("fsdp", dense, resident),
-        "copies": ("ddp", free, resident),
-        "sent_small": ("ddp", free, {**resident, "compress": CompressPlan("fp16")}),
-        "on_demand": ("fsdp", free, {**on_demand, **validate}),
-        "padded_on_demand": ("fsdp", data, on_demand),
-        "stays": ("zero2", free, on_demand),
-        "each": ("fsdp", dense, {**on_demand, "reduce_gradients": "every"}),
-    }
-    if world_size == 4:
-        ways["hsdp"] = "hsdp", free, resident
-        ways["nodes"] = "hsdp", free, {**on_demand, **validate}
-        few = {"few": "padded", "few_resident": "resident", "few_on_demand": "on_demand"}
-        for name, way in {**few, "few_nodes": "nodes", "few_rest": "resident"}.items():
+    ways: dict[str, tuple[Strategy, DataPlan, dict[str, Any]]]
+    if world_size == 2:
+        ways = {
+            "padded": ("fsdp", data, {}),
+            "packed": ("fsdp", dense, {}),
+            "as_they_come": ("fsdp", dense, resident),
+            "copies": ("ddp", free, resident),
+            "sent_small": ("ddp", free, {**resident, "compress": CompressPlan("fp16")}),
+            "padded_on_demand": ("fsdp", data, on_demand),
+            "stays": ("zero2", free, on_demand),
+            "each": ("fsdp", dense, {**on_demand, "reduce_gradients": "every"}),
+        }
+    else:
+        ways = {
+            "padded": ("fsdp", data, validate),
+            "resident": ("fsdp", free, resident),
+            "on_demand": ("fsdp", free, {**on_demand, **validate}),
+            "hsdp": ("hsdp", free, resident),
+            "nodes": ("hsdp", free, {**on_demand, **validate}),
+        }
+        few = {"few": "padded", "few_on_demand": "on_demand", "few_nodes": "nodes", "few_rest": "resident"}
+        for name, way in few.items():
             fewer = {"validate": None, "global_batch": 3}  # samples than ranks
             ways[name] = *ways[way][:2], {**ways[way][2], **fewer}
         ways["few_nodes"][2]["steps"] = STEPS // 2
@@ -82,9 +87,9 @@ def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
         for name, (strategy, of, changes) in ways.items()
     }
     plans.run_together(list(made.values()), tmp_path / "ranks")
-    losses = [plans.losses(tmp_path / "store", made[name]) for name in ("padded", "sent_small")]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
-    del made["sent_small"]  # whose gradients are rounded before they are added up
+    if small := made.pop("sent_small", None):  # whose gradients are rounded before they are added up
+        losses = [plans.losses(tmp_path / "store", plan) for plan in (made["padded"], small)]
+        assert losses[1] == pytest.approx(losses[0], abs=1e-3)
     if made.pop("few_nodes", None) is not None:  # which "few_rest" goes on with
         [start] = [
             one for one in plans.records(tmp_path / "store", made["few_rest"]) if one["kind"] == "start"
@@ -94,12 +99,16 @@ def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
     for name, found in expected.items():
         for tensor, value in expected["few" if name.startswith("few") else "padded"].items():
             torch.testing.assert_close(found[tensor], value, rtol=0, atol=1e-5, msg=f"{name} {tensor}")
-    measured = []
-    seldom = ["on_demand", *(["nodes"] if world_size == 4 else [])]
-    for name in ("padded", *seldom):
-        records = plans.records(tmp_path / "store", made[name])
-        measured.append([record["metrics"] for record in records if record["kind"] == "validation"])
-    assert len(measured[0]) == 2
+    measured = [
+        [
+            one["metrics"]
+            for one in plans.records(tmp_path / "store", made[name])
+            if one["kind"] == "validation"
+        ]
+        for name, (_, _, changes) in ways.items()
+        if changes.get("validate")
+    ]
+    assert [len(one) for one in measured] == ([2, 2, 2] if world_size == 4 else [])
     for others in measured[1:]:
         for found, value in zip(others, measured[0], strict=True):
             assert found == pytest.approx(value, abs=1e-5)
