@@ -27,7 +27,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # MB/s per core
 TIMES_THE_STEP = 5.0
 OF_THE_LIBRARY = 0.9
 FLAT = 1.1
-SEQ_LEN, BATCH = 256, 16
 SMALL_TOKENS = 4 * 2**20
 GROWTH = 64
 VOCAB_SIZE = 8192
@@ -52,41 +51,10 @@ def token_folder(folder: Path, num_tokens: int) -> Path:
 
 def load(folder: Path, num_steps: int) -> dict[str, float]:
     """In a process of its own: tokens per CPU second, and MiB of memory that loading added."""
-    code = f"from benchmarks.data import loading; loading({str(folder)!r}, {num_steps})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=300,
-        cwd=Path(__file__).parents[1],
-    )  # fmt: skip
+    argv = [sys.executable, "-u", "-m", "benchmarks.data_worker", str(folder), str(num_steps)]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300, cwd=root)
     return json.loads(done.stdout)
-
-
-def loading(folder: str, num_steps: int) -> None:
-    import torch
-
-    from mlpipe.plan.mesh import Mesh
-    from mlpipe.train.data.loader import MicrobatchLoader
-    from mlpipe.train.data.tokens import TokenDataset, open_folder
-    from mlpipe.train.world import World
-
-    torch.set_num_threads(1)
-    before = anonymous_mib()
-    dataset = TokenDataset(open_folder(folder), "train", SEQ_LEN)
-    world = World(Mesh(), 0, torch.device("cpu"))
-    stream = MicrobatchLoader(dataset, world, seed=0, global_batch=BATCH, micro_batch=BATCH, seq_len=SEQ_LEN)
-    for step in range(10):
-        stream.step(step * BATCH)
-    began = time.process_time()
-    for step in range(10, 10 + num_steps):
-        stream.step(step * BATCH)
-    speed = num_steps * BATCH * SEQ_LEN / (time.process_time() - began)
-    print(json.dumps({"speed": speed, "mib": anonymous_mib() - before}))
-
-
-def anonymous_mib() -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError("the kernel does not say RssAnon")
 
 
 def corpus_sides(folder: Path, max_bytes: int) -> dict:
