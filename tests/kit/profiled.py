@@ -45,8 +45,6 @@ class Copies(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.big = torch.ones(2**23)  # no buffer: those travel
-        # of deterministic trainings: to fill each new tensor costs more than the copy
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         big = self.big
