@@ -1,7 +1,7 @@
 """`torchrun -m kit.counted LIST`: as kit.many, and counts what the host of rank 0 is asked to do: calls of
 operators, allocations, numbers read from tensors (on a GPU each makes the host wait for the device), and
-calls and bytes of each collective. Beside LIST, in `counts-<run id>.json`: the counts by the number of the
-step that began then, and at the "end"."""
+calls and bytes of each collective, from the second step on. Beside LIST, in `counts-<run id>.json`: the
+counts by the number of the step that began then, and at the "end"."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,14 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found["operators"] += 1
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func is torch.ops.aten._local_scalar_dense.default:  # `.item()`, `float()`, `bool()`
             self.found["numbers read one by one"] += 1
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.overloadpacket.__name__
             self.found[name] += 1
-            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
             self.found[f"{name} bytes"] += sum(one.numel() * one.element_size() for one in tensors)
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {_storage(one) for one in tensors}
         kernel = _kernel(func)
         if kernel is None:
             result = func(*args, **(kwargs or {}))
@@ -77,9 +78,12 @@ def _counted(session: Session, progress: list[int]) -> Outcome:
     if session.process.rank:
         return _run(session, progress)
     found: dict[str, dict[str, int]] = {}
-    with Counts() as counts:
+    counts = Counts()
+    with ExitStack() as counting:
 
         def step(loop: Loop) -> tuple[bool, bool]:
+            if len(found) == 1:
+                counting.enter_context(counts)  # type: ignore[arg-type]
             found[str(loop.position.step + 1)] = dict(counts.found)
             return _step(loop)
 

@@ -101,11 +101,11 @@ def mixed(tmp_path_factory):
 
 
 def _counts(folder, works, world_size):
-    """Of one step, as the mean of two that are neither the first nor the last."""
+    """Of one step, as the mean of two, neither of them the first or the last."""
     tokens = plans.write_tokens(folder / "tokens")
     made = [
         plans.train_plan(
-            folder / "store", tokens, **{"world_size": world_size, **work}, steps=5, every=100,
+            folder / "store", tokens, **{"world_size": world_size, **work}, steps=4, every=100,
             run_id=str(number),
         )
         for number, work in enumerate(works.values())
@@ -114,7 +114,7 @@ def _counts(folder, works, world_size):
     found = {}
     for number, name in enumerate(works):
         by_step = json.loads((folder / "runs" / f"counts-{number}.json").read_text())
-        before, after = by_step["3"], by_step["5"]
+        before, after = by_step["2"], by_step["4"]
         found[name] = {
             figure: (count - before.get(figure, 0)) / 2
             for figure, count in after.items()
