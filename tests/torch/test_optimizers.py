@@ -569,9 +569,9 @@ def test_values_are_clipped_as_torch_clips_them() -> None:
 
 # -- under every strategy -------------------------------------------------------------------------
 
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 4, 2
 AXES = {"pp": Mesh(pp=2), "tp": Mesh(tp=2), "cp": Mesh(cp=2)}
-WORLDS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "zero1", *AXES), 4: ("fsdp", "hsdp")}
+WORLDS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "zero1", *AXES), 4: ("hsdp",)}
 # of losses: a rounding is another sign to Lion, another bf16 value to Muon, another code to 8 bits
 TOLERANCE = {
     "adamw": 1e-5,
@@ -593,7 +593,8 @@ def training(folder: Path, name: str, way: Any, world_size: int, **changes: Any)
         changes |= {"pipeline": PipelinePlan("1f1b", (1, 1)), "micro_batch": 8, "accumulation": 2}
     plan = plans.train_plan(
         folder / "store", tokens, strategy="single" if way in AXES else way, world_size=world_size,
-        mesh=AXES.get(way), steps=STEPS, every=SAVED, run_id=f"{name}-{way}-{world_size}", **changes,
+        mesh=AXES.get(way), steps=STEPS, every=SAVED, run_id=f"{name}-{way}-{world_size}",
+        deterministic=False, **changes,
     )  # fmt: skip
     config = replace(plans.CONFIG, dim=32, ffn_dim=48, num_heads=2, num_kv_heads=2)
     train: Any = plan.work
@@ -606,7 +607,7 @@ def training(folder: Path, name: str, way: Any, world_size: int, **changes: Any)
         groups=GROUPS,
     )
     model = train.model._replace(build=Entry(train.model.build.entry, asdict(config)))
-    ema = None if OPTIMIZERS[name].averages else EmaPlan(0.8, every=3)
+    ema = None if OPTIMIZERS[name].averages else EmaPlan(0.8, every=2)
     return replace(plan, work=train._replace(model=model, optimizer=optimizer, ema=ema))
 
 
@@ -681,11 +682,11 @@ def test_what_four_saved_two_go_on_with(trained: Any, tmp_path: Path) -> None:
     store, made = trained
     resumed = []
     for name in OPTIMIZERS:
-        last = catalogue.latest(FolderStore(store), made[f"{name}-fsdp-4"].stage_key)
+        last = catalogue.latest(FolderStore(store), made[f"{name}-hsdp-4"].stage_key)
         assert last is not None
         catalogue.discard(FolderStore(store), last.key)
         plan = training(store.parent, name, "fsdp", 2, attempt=2)
-        resumed.append(replace(plan, run_id=f"{name}-fsdp-4"))
+        resumed.append(replace(plan, run_id=f"{name}-hsdp-4"))
     plans.run_together(resumed, tmp_path)
     for name, plan in zip(OPTIMIZERS, resumed, strict=True):
         alone = plans.losses(store, made[f"{name}-single-1"])
