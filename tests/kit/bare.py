@@ -39,7 +39,7 @@ def main() -> None:
     for name in [*sys.modules]:
         if name.partition(".")[0] in (*ABSENT, "mlpipe"):
             del sys.modules[name]
-    sys.meta_path.insert(0, Absent())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Absent())
     subprocess.Popen = Begins  # type: ignore[misc]
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -83,7 +83,7 @@ def _counted(session: Session, progress: list[int]) -> Outcome:
 
         def step(loop: Loop) -> tuple[bool, bool]:
             if len(found) == 1:
-                counting.enter_context(counts)  # type: ignore[arg-type]
+                counting.enter_context(counts)
             found[str(loop.position.step + 1)] = dict(counts.found)
             return _step(loop)
 
