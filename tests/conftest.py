@@ -90,12 +90,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    files_of: dict[str, dict[Path, None]] = {ring: {} for ring in RINGS}
     for item in items:
-        if len(_rings(item)) != 1:
+        rings = _rings(item)
+        if len(rings) != 1:
             raise pytest.UsageError(f"{item.nodeid} needs the marker of one ring: {', '.join(RINGS)}")
+        files_of[rings[0]][item.path] = None
     places: dict[Path, float] = {}  # from 0 to 1, of the files that begin first
     for ring in _FIRST:
-        files = list(dict.fromkeys(item.path for item in items if ring in _rings(item)))
+        files = files_of[ring]
         places |= {path: index / len(files) for index, path in enumerate(files)}
     longest = {name: index for index, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: (longest.get(item.path.name, len(longest)), places.get(item.path, 1.0)))
@@ -104,8 +107,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return report
     ring = ", ".join(_rings(item))
-    if report.skipped and ring in REQUIRED and not hasattr(report, "wasxfail"):
+    if ring in REQUIRED:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         report.outcome = "failed"
         report.longrepr = f"the ring {ring} must run here (MLPIPE_REQUIRE_RINGS): {reason}"
@@ -113,4 +118,5 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _rings(item: pytest.Item) -> list[str]:
-    return [ring for ring in RINGS if item.get_closest_marker(ring)]
+    marks = {mark.name for mark in item.iter_markers()}
+    return [ring for ring in RINGS if ring in marks]
