@@ -93,8 +93,8 @@ def test_what_cannot_be_tuned_is_refused(spec: Path) -> None:
     with pytest.raises(PlanError, match="trials cannot run on jenkins") as refused:
         tune(spec, "--to", "jenkins")
     assert refused.value.kind == "input"
-    with pytest.raises(PlanError, match="no change of 'batch' is possible"):
-        tune(spec, "--only", "compile,batch")
+    with pytest.raises(PlanError, match="no change of 'offload' is possible"):
+        tune(spec, "--only", "compile,offload")
     assert not Path("tune.json").exists()
 
 

@@ -53,6 +53,7 @@ def command(
     """
     from mlpipe._core.units import parse_seconds
     from mlpipe.api.pipeline import load
+    from mlpipe.api.tuning.changes import KNOBS
     from mlpipe.api.tuning.session import Tuning
     from mlpipe.api.tuning.trials import tuned_stage, tuning_backend
 
@@ -61,6 +62,8 @@ def command(
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--time") from None
     knobs = tuple(only.split(",")) if only else ()
+    if odd := [knob for knob in knobs if knob not in KNOBS]:
+        raise click.BadParameter(f"{odd[0]!r} is none of {', '.join(KNOBS)}", param_hint="--only")
     pipeline = load(spec, overrides)
     name = tuned_stage(pipeline, stage)
     try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kit.command_runs import Cli
 
 from mlpipe.api.pipeline import load
-from mlpipe.api.tuning.changes import possible_changes
+from mlpipe.api.tuning.changes import KNOBS, possible_changes
 from mlpipe.plan.build import Start, build_plan
 from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.training import compare
@@ -30,6 +31,14 @@ stages:
 """
 
 
+def test_a_change_that_there_is_not_is_told_before_a_store_is_asked_for(tmp_path: Path) -> None:
+    cli = Cli(tmp_path)
+    text = PIPELINE.format(model="{preset: llama-1m, seq_len: 32}", more="")
+    (cli.folder / "p.yaml").write_text(text.replace("./runs", "s3://bucket/runs") + "slurm: {}\n")
+    said = cli("tune", "p.yaml", "--only", "loss,batch", code=2).stderr
+    assert "Invalid value for --only: 'batch' is none of strategy, micro_batch," in said
+
+
 @pytest.mark.parametrize(
     ("model", "more", "said", "unsaid"),
     [
@@ -45,6 +54,7 @@ def test_what_the_file_can_say_and_has_not_said(tmp_path: Path, model, more, sai
     hardware = Hardware("cuda", 1, 2, H100.memory_bytes, "H100-80GB", H100.speed.peak_flops, 16, H100.speed)
     plan = build_plan(pipeline.spec, "train", Start("t", 1, str(tmp_path)), hardware)
     changes = possible_changes(pipeline, plan, compare(pipeline.spec, "train", hardware), hardware)
+    assert {change.knob for change in changes} <= {*KNOBS}, "by which --only names them"
     sets = {one.removeprefix("stages.train.train.") for change in changes for one in change.sets}
     assert said <= sets
     assert not unsaid & sets

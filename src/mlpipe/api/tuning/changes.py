@@ -16,6 +16,10 @@ from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.plan import Plan
 from mlpipe.plan.work import TrainPlan
 
+KNOBS = (
+    "strategy", "micro_batch", "recomputation", "compile", "offload", "loss", "readers", "threads",
+    "allocator",
+)  # fmt: skip
 _MOST_SIZES = 3  # of micro-batches, those that the planner thinks best
 _COMPILED = ("off", "block", "model")
 _READERS = (0, 1, 2)
