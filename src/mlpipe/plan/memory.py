@@ -70,7 +70,8 @@ def whole(work: RankWork) -> RankTensors:
     """Of a rank that is alone, whatever the layout. The fullest moments are the end of the forward pass; the
     loss, the gradient of the head's weights, or the backward pass of the last block; and the end of the
     backward pass. Gradients that are not accumulated come to life as the activations die, all but the last
-    that is rebuilt. That of a head which is the embedding waits for the embedding's."""
+    that is rebuilt. That of a head which is the embedding waits for the embedding's; an embedding's that is
+    accumulated is whole before it is added, as a head's is."""
     parameters, activations = work.parameters, work.activations
     width = COMPUTE_BYTES[work.step.precision]
     copies = parameters.cast(1, width) if width < WEIGHT_BYTES else ()
@@ -81,7 +82,8 @@ def whole(work: RankWork) -> RankTensors:
     waits = head if tied else 0
     at_head = 0 if work.step.fused_head else activations.kept_logit_bytes + head
     most = max(held, total(activations.saved) + max(at_head, rebuilt + waits))
-    end = backward + total(gradients) + max(rebuilt, tied)
+    added = GRADIENT_BYTES * parameters.trained.looked_up if work.step.accumulation > 1 else 0
+    end = backward + total(gradients) + max(rebuilt, tied, added)
     tensors = RankTensors(
         parameters=parameters.held(1, WEIGHT_BYTES),
         gradients=gradients,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kit.shapes import rank_work
 
@@ -52,6 +54,13 @@ def test_of_a_part_of_the_model() -> None:
     trained = SECOND.parameters.of(Part(tp=2)).trained
     assert trained.total == (128 - 8) // 2 + 8 + 4
     assert SECOND.parameters.of(Part(num_blocks=1, is_first=False)).trained.total <= 132
+
+
+def test_an_embedding_that_is_trained_is_looked_up() -> None:
+    untied = Dense(replace(TINY.config, tied=False))
+    alone, head = (Frozen(untied, ("layers.*", "norm*", but)).parameters for but in ("lm_head*", "embed*"))
+    assert (alone.trained.looked_up, alone.of(Part(tp=2)).trained.looked_up) == (40, 20)
+    assert (head.trained.looked_up, head.looked_up) == (0, 40)
 
 
 def test_nothing_frozen_is_the_whole() -> None:

@@ -67,6 +67,9 @@ class Frozen:
             tensors=_counted(tensors),
             block_matrices=_counted(matrices),
             stacks=stacks(self.whole.config, self.trained),
+            looked_up=whole.looked_up
+            if any(one.name == "embed_tokens.weight" for one in self.trained)
+            else 0,
         )
         return whole._replace(trained_only=trained)
 

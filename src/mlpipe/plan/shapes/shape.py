@@ -175,6 +175,7 @@ def _trained_of_part(trained: ParameterCounts, part: Part) -> "ParameterCounts":
             (-(-rows // part.tp), columns, math.ceil(number * share), -(-stacked // part.tp))
             for rows, columns, number, stacked in trained.stacks
         ),
+        looked_up=-(-trained.looked_up // part.tp),
     )
 
 
