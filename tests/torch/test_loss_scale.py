@@ -4,6 +4,7 @@ been."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,11 +35,11 @@ def overflowing(**args) -> ModelPlan:
     return ModelPlan(Entry("kit.models:overflowing", args), None, 32, ())
 
 
-def fp16(folder, run_id, *, model=None, **settings):
+def fp16(folder, run_id, *, model=None, steps=STEPS, **settings):
     """Samples that begin with one of few tokens overflow: here in three of twelve steps."""
-    tokens = folder / "tokens"
+    tokens, settings = folder / "tokens", {"every": STEPS, **settings}
     plan = plans.train_plan(
-        folder / "store", tokens, steps=STEPS, run_id=run_id, precision="fp16", **{"every": STEPS, **settings}
+        folder / "store", tokens, steps=steps, run_id=run_id, precision="fp16", **settings
     )
     return replace(plan, work=plan.work._replace(model=model or overflowing()))
 
@@ -101,6 +102,20 @@ def folder(tmp_path_factory):
     return folder
 
 
+LLAMAS: dict[str, dict[str, Any]] = {
+    "plain": {"strategy": "single", "world_size": 1},
+    "llama": {"strategy": "fsdp"},
+    "layers": {"mesh": Mesh(tp=2), "micro_batch": 16},
+    "sequence": {"mesh": Mesh(cp=2), "micro_batch": 16},
+    "pipeline": {
+        "mesh": Mesh(pp=2),
+        "pipeline": PipelinePlan("zero_bubble", (1, 1)),
+        "micro_batch": 4,
+        "accumulation": 4,
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def trained(folder):
     """By name, finished. `louder` overflows at a scale that it finds; `first` is half of `ddp`,
@@ -114,20 +129,9 @@ def trained(folder):
         "zero1": fp16(folder, "zero1", strategy="zero1"),
         "fsdp": fp16(folder, "fsdp", strategy="fsdp"),
         "louder": fp16(folder, "louder", model=louder, strategy="single", world_size=1),
-        "llama": fp16(folder, "llama", model=plans.model_plan(), strategy="fsdp"),
-        "layers": fp16(folder, "layers", model=plans.model_plan(), mesh=Mesh(tp=2), micro_batch=16),
-        "sequence": fp16(folder, "sequence", model=plans.model_plan(), mesh=Mesh(cp=2), micro_batch=16),
-        "pipeline": fp16(
-            folder,
-            "pipeline",
-            model=plans.model_plan(),
-            mesh=Mesh(pp=2),
-            pipeline=PipelinePlan("zero_bubble", (1, 1)),
-            micro_batch=4,
-            accumulation=4,
-        ),
-        "plain": fp16(folder, "plain", model=plans.model_plan(), strategy="single", world_size=1),
     }
+    for name, changes in LLAMAS.items():  # in which nothing overflows
+        made[name] = fp16(folder, name, model=plans.model_plan(), steps=5, **changes)
     whole = made["first"].work
     made["first"] = replace(made["first"], work=whole._replace(steps=6))
     made["again"] = replace(made["first"], attempt=2, work=whole._replace(resume=True))
@@ -218,7 +222,7 @@ def test_a_resumed_training_is_the_same_to_the_bit_after_a_skip(trained, folder)
 def test_a_llama_learns_the_same_in_fp16(trained, folder):
     losses = told(folder, trained["plain"], "loss")
     assert losses[-1] < losses[0]
-    for name in ("llama", "layers", "sequence", "pipeline"):
+    for name in LLAMAS:
         assert told(folder, trained[name], "loss") == pytest.approx(losses, rel=2e-3), name
 
 
