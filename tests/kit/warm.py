@@ -551,7 +551,8 @@ def _kind_of(
     if argv[:4] == [*_MODULE, "mlpipe.cli"]:
         return "cli", argv, env, None
     if argv[1:3] == ["-u", "-m"] and argv[3].startswith("benchmarks."):
-        return "torchrun", argv, env, (os.getpid(), int(signal.SIGKILL))
+        # torch's DistributedDataParallel imports the compiler
+        return "ranks", argv, env, (os.getpid(), int(signal.SIGKILL))
     dies_with = None
     if argv[1:3] == ["-I", "-S"] and argv[3].endswith("mlpipe/submit/child.py"):
         dies_with, argv = (int(argv[4]), int(argv[5])), argv[6:]

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.plans import write_tokens
 from kit.warm import Popen
 
+from benchmarks import launch
 from benchmarks.peers import chats, rates, results, sides
 from benchmarks.validated import __main__ as validated
 
@@ -54,6 +56,7 @@ def test_sides_take_turns_on_the_same_work(tmp_path: Path, monkeypatch: pytest.M
         Popen=partial(Popen, "torchrun"), DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT
     )
     monkeypatch.setattr(sides, "subprocess", warm)
+    monkeypatch.setattr(launch, "corpus", lambda folder, **sizes: write_tokens(folder / "corpus", **sizes))
     monkeypatch.setenv("KIT_WARM", "1")
     argv = ["rates", "same", "--quick", "--peers", "raw_ddp", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
