@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit import manifests
 from kit.rendered import QUICKSTART, RUN_ID, pipeline_of, plan_of
 
 from mlpipe._core.yaml import documents
@@ -182,7 +182,7 @@ def test_hostile_text_in_the_section_is_refused_or_stays_text(path: tuple[Any, .
     except SpecErrors:
         return
     assert [skeleton(found) for found in objects] == [skeleton(found) for found in with_text(PLACES[0], "b")]
-    assert list(yaml.safe_load_all(documents(objects))) == objects
+    assert list(manifests.load(documents(objects))) == objects
     for found in objects:
         assert all(LABEL_VALUE.fullmatch(value) for value in found["metadata"]["labels"].values())
 
@@ -205,7 +205,7 @@ def test_hostile_text_stays_text(text: str) -> None:
     objects = rendered(hostile(text))
     assert [skeleton(found) for found in objects] == [skeleton(found) for found in PLAIN]
     written = documents(objects)
-    assert list(yaml.safe_load_all(written)) == objects
+    assert list(manifests.load(written)) == objects
     for found in objects:
         root, problems = parse(documents([found]).removeprefix("---\n"), "x")
         assert root is not None

@@ -25,50 +25,28 @@ from mlpipe.store import catalogue, outputs, registry, runs
 from mlpipe.store.folder import FolderStore
 
 pytestmark = pytest.mark.unit
-_CALLS = ("open", "write", "fsync", "replace", "link", "unlink", "mkdir", "rmdir", "close")
 
 
-def save_and_die(folder, step, at, when):
-    """In a child: the `at`-th system call that changes files is the last. Returns (killed, calls made)."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            count = 0
+@pytest.fixture
+def save_and_die():
+    """As `kit.killed_save` has it."""
+    command = [sys.executable, "-m", "kit.killed_save"]
+    with subprocess.Popen(
+        command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
 
-            def counted(call):
-                def wrapper(*args, **kwargs):
-                    nonlocal count
-                    count += 1
-                    if count == at and when == "before":
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    try:
-                        return call(*args, **kwargs)
-                    finally:
-                        if count == at:
-                            os.kill(os.getpid(), signal.SIGKILL)
+        def ask(*asked):
+            print(json.dumps(asked), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
 
-                return wrapper
-
-            real_write = os.write
-            for name in _CALLS:
-                setattr(os, name, counted(getattr(os, name)))
-            saver.save(FolderStore(folder), step)
-            real_write(write, str(count).encode())
-        finally:
-            os._exit(1)
-    os.close(write)
-    with open(read, "rb") as pipe:
-        calls = int(pipe.read() or 0)
-    _, status = os.waitpid(pid, 0)
-    return os.WIFSIGNALED(status), calls
+        yield ask
 
 
-def test_a_process_killed_at_any_file_operation_of_a_save_loses_nothing(tmp_path, capsys):
+def test_a_process_killed_at_any_file_operation_of_a_save_loses_nothing(tmp_path, capsys, save_and_die):
     store = FolderStore(tmp_path)
     for step in (1, 2):
         saver.save(store, step)
-    _, total = save_and_die(tmp_path, 3, -1, "before")
+    _, total = save_and_die(str(tmp_path), 3, -1, "before")
     assert total >= 20
     committed = 3
     kills = losses = 0
@@ -76,7 +54,7 @@ def test_a_process_killed_at_any_file_operation_of_a_save_loses_nothing(tmp_path
         killed, at = True, 0
         while killed:  # until the save ends before its `at`-th operation
             at += 1
-            killed, _ = save_and_die(tmp_path, committed + 1, at, when)
+            killed, _ = save_and_die(str(tmp_path), committed + 1, at, when)
             kills += killed
             steps = saver.check_all(store)
             losses += committed not in steps
@@ -135,6 +113,10 @@ def test_what_is_written_outlives_a_power_cut(tmp_path, monkeypatch):
     assert not unsynced
 
 
+def environment():
+    return {**os.environ, "PYTHONPATH": str(Path(saver.__file__).parent.parent)}
+
+
 def run_child(code, *arguments, prefix=(), preexec=None):
     """A Python process; StoreErrors it raises are printed as one line."""
     guarded = (
@@ -145,7 +127,7 @@ def run_child(code, *arguments, prefix=(), preexec=None):
     )
     return subprocess.run(
         [*prefix, sys.executable, "-c", guarded, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(Path(saver.__file__).parent.parent)},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=300,
