@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from mlpipe._core.printable import in_one_line
+
 # Whose fault it is. (A `Kind` is one of stages: `mlpipe.kinds`.)
 ErrorKind = Literal["bug", "input", "failed", "infrastructure", "cancelled", "interrupted"]
 
@@ -66,9 +68,7 @@ class MlpipeError(Exception):
     @property
     def told(self) -> str:
         """What and where, for whoever shows the hint apart."""
-        # a name of a file may have ends of lines
-        where = self.where and self.where.replace("\n", "\\n")
-        return f"{where}: {self.message}" if where else self.message
+        return f"{in_one_line(self.where)}: {self.message}" if self.where else self.message
 
     def __str__(self) -> str:
         return f"{self.told}\n  hint: {self.hint}" if self.hint else self.told

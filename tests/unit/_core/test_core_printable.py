@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mlpipe._core.errors import MlpipeError
 from mlpipe._core.printable import printable
 
 pytestmark = pytest.mark.unit
@@ -23,3 +24,8 @@ pytestmark = pytest.mark.unit
 )
 def test_a_terminal_obeys_nothing_but_colours(text: str, shown: str):
     assert printable(text) == shown
+
+
+def test_the_name_of_a_file_is_one_line_of_an_error():
+    told = MlpipeError("is damaged\n  at 3", where="a\nb\r\ud800", hint="look").told
+    assert told == r"a\nb\r\ud800" + ": is damaged\n  at 3"
