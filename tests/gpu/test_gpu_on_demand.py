@@ -16,8 +16,8 @@ from kit.conversations import SEQ_LEN, packed, write_chat
 from kit.on_gpu import figure, needs_gpu
 from kit.weights import weights
 
+from mlpipe._core.meshes import Strategy
 from mlpipe.plan.data import DataPlan
-from mlpipe.plan.settings import Strategy
 
 pytestmark = needs_gpu
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

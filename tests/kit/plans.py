@@ -18,6 +18,7 @@ from typing import Any
 from kit.servers import free_port
 from kit.warm import Popen, of_plan
 
+from mlpipe._core.meshes import Strategy
 from mlpipe._core.presets import LlamaConfig
 from mlpipe.kinds.evaluate.plan import EvaluatePlan
 from mlpipe.plan.data import DataPlan
@@ -25,7 +26,6 @@ from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.plan import Launch, Plan
-from mlpipe.plan.settings import Strategy
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.updates import OptimizerPlan
 from mlpipe.plan.work import CallbackPlan, CheckpointPlan, TrainPlan

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from mlpipe._core.meshes import Strategy
 from mlpipe.plan.axes.axis import RankWork
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.pricing import layout_of
-from mlpipe.plan.settings import Strategy
 from mlpipe.plan.shapes.shape import Activations, ParameterCounts, StepShape
 from mlpipe.plan.tensors import Tensors
 

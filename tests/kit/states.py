@@ -17,11 +17,11 @@ import torch.distributed as dist
 from kit.plans import model_plan, train_plan, write_tokens
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mlpipe._core.meshes import STRATEGIES
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh, PipelinePlan
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.settings import STRATEGIES
 from mlpipe.plan.updates import EmaPlan, OptimizerPlan
 from mlpipe.train.freezing import freeze
 from mlpipe.train.model import build_model

@@ -14,10 +14,10 @@ from kit.conversations import SEQ_LEN, packed, write_chat
 from kit.weights import weights
 
 from mlpipe._core.errors import TrainError
+from mlpipe._core.meshes import Strategy
 from mlpipe.plan.data import DataPlan
 from mlpipe.plan.entry import Entry
 from mlpipe.plan.model import ModelPlan
-from mlpipe.plan.settings import Strategy
 from mlpipe.plan.updates import CompressPlan
 from mlpipe.plan.validation import ValidatePlan
 from mlpipe.train.parallel import shared_memory

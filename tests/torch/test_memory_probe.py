@@ -11,10 +11,10 @@ import torch.distributed as dist
 from kit.plans import losses, run_together, train_plan, write_tokens
 
 from mlpipe._core.errors import TrainError
+from mlpipe._core.meshes import Strategy
 from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.plan import Plan
-from mlpipe.plan.settings import Strategy
 from mlpipe.plan.work import Prediction, TrainPlan
 from mlpipe.train import memory_probe
 from mlpipe.train.data.microbatch import Microbatch

@@ -14,11 +14,11 @@ from kit import states
 from kit.plans import CONFIG, mesh_of, run_ranks
 from kit.shapes import rank_work
 
+from mlpipe._core.meshes import Strategy
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.plan.axes.axis import RankWork
 from mlpipe.plan.memory import rank_tensors
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.settings import Strategy
 from mlpipe.plan.shapes.dense import Dense
 from mlpipe.plan.shapes.frozen import Frozen
 from mlpipe.plan.shapes.shape import Part

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mlpipe._core.meshes import STRATEGIES
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe.kinds import KINDS, Kind
-from mlpipe.plan.settings import STRATEGIES
 from mlpipe.spec.part import spec_part
 from mlpipe.submit.backends import TABLE
 
@@ -24,7 +24,7 @@ Modules = dict[Path, ast.Module]
 HOMES = {
     "strategy": {
         "plan/strategies/__init__.py",  # the table
-        "plan/settings.py",  # the enumeration
+        "_core/meshes.py",  # the enumeration
         "plan/older.py",  # what plans of earlier versions meant by it
         "kinds/train/spec.py",  # rules of the pipeline's file
     },

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mlpipe._core.feasibility import Infeasible, setting
 from mlpipe._core.optimizers import OPTIMIZERS
@@ -14,6 +14,16 @@ from mlpipe._core.optimizers import OPTIMIZERS
 FACTORS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # multiply to the workers; outermost first
 AXES = (*FACTORS, "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different samples
+# A name for settings of a mesh, and by it the data axes that may be larger than 1.
+Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    "single": (),
+    "ddp": ("dp_replicate",),
+    "zero1": ("dp_replicate",),
+    "zero2": ("dp_shard",),
+    "fsdp": ("dp_shard",),
+    "hsdp": ("dp_replicate", "dp_shard"),
+}
 FILL = "fill"  # a size: what the others leave of the workers
 
 # What `tp` splits evenly of a model: attention by whole heads, experts by whole ones, the rest by channels

@@ -11,7 +11,7 @@ from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import Infeasible
 from mlpipe._core.pipelines import DEFAULT, Schedule, why_not
 from mlpipe._core.units import parse_bytes, parse_cadence
-from mlpipe.kinds.train.spec import DATA_AXES, OwnModel, Train
+from mlpipe.kinds.train.spec import OwnModel, Train
 from mlpipe.plan.choose import Candidate, cheaper, choose, is_tight, smallest
 from mlpipe.plan.hardware import GPUS, Hardware
 from mlpipe.plan.mesh import Mesh
@@ -362,7 +362,7 @@ def num_data_ranks(spec: Train, hardware: Hardware) -> int:
 def strategy_of(mesh: Mesh) -> str:
     """The strategy that uses these data axes, with no flags besides."""
     used = tuple(axis for axis in meshes.DATA_AXES if mesh.axes[axis] > 1)
-    return next(name for name, one in ORDER.items() if DATA_AXES[name] == used and not one.FLAGS)
+    return next(name for name, one in ORDER.items() if meshes.STRATEGIES[name] == used and not one.FLAGS)
 
 
 def _sizes(spec: Train, mesh: Mesh) -> list[int]:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.meshes import Strategy
 from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.mesh import Mesh
-from mlpipe.plan.settings import CHECKPOINTING, Communication, ContextExchange, Strategy
+from mlpipe.plan.settings import CHECKPOINTING, Communication, ContextExchange
 from mlpipe.plan.strategies import ORDER
 from mlpipe.plan.time import StepSeconds
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from mlpipe._core.errors import PlanError
 from mlpipe._core.feasibility import too_few_samples
-from mlpipe._core.meshes import across_classes
+from mlpipe._core.meshes import Strategy, across_classes
 from mlpipe._core.pipelines import why_not
 from mlpipe._core.units import format_step_seconds
 from mlpipe.kinds.train.spec import Train
@@ -37,7 +37,7 @@ from mlpipe.plan.choose import Candidate
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.search import MODEL_ERROR
-from mlpipe.plan.settings import CHECKPOINTING, Strategy
+from mlpipe.plan.settings import CHECKPOINTING
 from mlpipe.plan.shapes.shape import ModelShape
 from mlpipe.plan.shares import bounds
 from mlpipe.plan.strategies import ORDER

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from mlpipe._core.compression import COMPRESSIONS
+from mlpipe._core.meshes import Strategy
 from mlpipe._core.mfu import mfu_ratio
 from mlpipe._core.pipelines import DEFAULT, Schedule, stages_per_rank
 from mlpipe._core.units import format_bytes
@@ -20,7 +21,7 @@ from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.memory import MemoryEstimate
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.optimizers import OptimizerCost
-from mlpipe.plan.settings import Communication, ContextExchange, Offload, Strategy, adds_exactly
+from mlpipe.plan.settings import Communication, ContextExchange, Offload, adds_exactly
 from mlpipe.plan.shapes.shape import ModelShape, ParameterCounts, Part, StepShape
 from mlpipe.plan.stages import num_blocks_of
 from mlpipe.plan.strategies import ORDER

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mlpipe._core.meshes import unsupported_mix
+from mlpipe._core.meshes import Strategy, unsupported_mix
 from mlpipe.plan.choose import ROOM_WINDOW, Candidate, is_tight
 from mlpipe.plan.hardware import Hardware
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.pricing import Choices, Pricer
-from mlpipe.plan.settings import Strategy
 from mlpipe.plan.strategies import ORDER
 
 # By how much predicted seconds of a step may be wrong (of benchmarks/planner's published runs from which

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from mlpipe.plan.mesh import Mesh
 
-Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Checkpointing = Literal["none", "selective", "full"]
 Compile = Literal["off", "block", "model"]
 Precision = Literal["fp32", "bf16", "fp16"]

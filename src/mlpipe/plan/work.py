@@ -8,6 +8,7 @@ Importable with the standard library alone. Sequences are the unit of a batch:
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from mlpipe._core.meshes import Strategy
 from mlpipe._core.serial import Sparse
 from mlpipe.plan.data import DataPlan
 from mlpipe.plan.mesh import Mesh, PipelinePlan
@@ -20,7 +21,6 @@ from mlpipe.plan.settings import (
     Loss,
     Offload,
     Precision,
-    Strategy,
     adds_exactly,
 )
 from mlpipe.plan.updates import CompressPlan, EmaPlan, IslandsPlan, OptimizerPlan

@@ -14,11 +14,11 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import PurePosixPath
-from typing import get_args
 
 from mlpipe._core.errors import RenderError
+from mlpipe._core.meshes import STRATEGIES
 from mlpipe._core.units import parse_seconds
-from mlpipe.kinds.train.spec import Strategy, Train
+from mlpipe.kinds.train.spec import Train
 from mlpipe.spec.model import Pipeline, Stage
 from mlpipe.spec.sweep import Sweep
 from mlpipe.spec.trials import num_trials
@@ -125,7 +125,7 @@ def jenkinsfile(
             "    }",
             "    parameters {",
             "        text(name: 'OVERRIDES', defaultValue: '', description: 'KEY=VALUE, one on a line')",
-            f"        choice(name: 'STRATEGY', choices: {_list([_UNCHANGED, *get_args(Strategy)])},",
+            f"        choice(name: 'STRATEGY', choices: {_list([_UNCHANGED, 'auto', *STRATEGIES])},",
             "            description: 'How to split the training')",
             f"        choice(name: 'BACKEND', choices: {_list(backends)}, description: 'Where it runs')",
             "        booleanParam(name: 'DRY_RUN', defaultValue: false, description: 'Only plan')",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kit.shapes import rank_work
 
 from mlpipe._core.errors import PlanError
+from mlpipe._core.meshes import Strategy
 from mlpipe._core.presets import PRESETS
 from mlpipe.kinds.train.spec import Train
 from mlpipe.plan.allocators import allocation_seconds
@@ -30,7 +31,6 @@ from mlpipe.plan.optimizers import OptimizerCost
 from mlpipe.plan.pricing import Choices, Pricer, Training, layout_of
 from mlpipe.plan.reference import REFERENCE, reference_step
 from mlpipe.plan.scaling import parse_nodes, scale_stage, within
-from mlpipe.plan.settings import Strategy
 from mlpipe.plan.shapes.dense import Dense, traffic_block, traffic_by_width
 from mlpipe.plan.shapes.shape import StepShape
 from mlpipe.plan.sizes import DDP_BUCKET_BYTES

@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from mlpipe._core import meshes
 from mlpipe._core.feasibility import Infeasible, not_with_experts
+from mlpipe._core.meshes import STRATEGIES, Strategy
 from mlpipe._core.optimizers import OPTIMIZERS
 from mlpipe._core.pipelines import DEFAULT, stages_per_rank
 from mlpipe._core.presets import PRESETS, MoeConfig
@@ -43,21 +44,11 @@ Preset = Literal[
     "llama-350m", "llama-1b", "llama-3b", "llama-8b", "llama-70b",
     "moe-2m", "moe-8m", "moe-7b", "moe-16b", "moe-8x7b",
 ]  # fmt: skip
-Strategy = Literal["auto", "single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
-# The data axes that may be larger than 1 under a strategy.
-DATA_AXES: dict[str, tuple[str, ...]] = {
-    "single": (),
-    "ddp": ("dp_replicate",),
-    "zero1": ("dp_replicate",),
-    "zero2": ("dp_shard",),
-    "fsdp": ("dp_shard",),
-    "hsdp": ("dp_replicate", "dp_shard"),
-}
 # Strategies that have what these keys need.
 _AVERAGING = ("single", "ddp", "zero1")
 _WITH_COPIES = {"compress": _AVERAGING, "update": ("single", "ddp", "hsdp"), "buckets": _AVERAGING}
-_WITH_SHARDS = tuple(name for name, axes in DATA_AXES.items() if axes == ("dp_shard",))
-_WITHIN_NODES = tuple(name for name, axes in DATA_AXES.items() if axes == ("dp_replicate", "dp_shard"))
+_WITH_SHARDS = tuple(name for name, axes in STRATEGIES.items() if axes == ("dp_shard",))
+_WITHIN_NODES = tuple(name for name, axes in STRATEGIES.items() if axes == ("dp_replicate", "dp_shard"))
 _TINY_SEQ_LEN = 64
 _SHORTEST_HANG_SECONDS = 1.0  # the watchdog looks twice a second
 
@@ -140,7 +131,9 @@ class Train(SpecModel):
     adapter: starting.Adapter | None = Field(
         None, description="Train small matrices beside the model's own, which stay as they are."
     )
-    strategy: Strategy = Field("auto", description="How to split the work; `auto`: the fastest that fits.")
+    strategy: Literal["auto", Strategy] = Field(
+        "auto", description="How to split the work; `auto`: the fastest that fits."
+    )
     communication: Literal["auto", "collective", "resident", "on_demand"] = Field(
         "auto",
         description="How often workers wait for each other. `collective`: at each block of a micro-batch; "
@@ -283,7 +276,7 @@ def _problems(stage: Node) -> Iterator[Problem]:
         )
     yield from optimizers.problems(train)
     nodes = get(stage, "resources", "nodes")
-    islands = DATA_AXES if nodes is not None and f.is_range(nodes.value) else _WITH_COPIES["update"]
+    islands = STRATEGIES if nodes is not None and f.is_range(nodes.value) else _WITH_COPIES["update"]
     yield from links.problems(train, {**_WITH_COPIES, "update": tuple(islands)})
     yield from _never_profiled(train)
     yield from _nothing_to_offload(train)
@@ -375,11 +368,11 @@ def _never_profiled(train: Node) -> Iterator[Problem]:
 def _disagreement(train: Node) -> Iterator[Problem]:
     """Between a mesh and a strategy that is named."""
     strategy, mesh = text_of(get(train, "strategy")) or "auto", get(train, "mesh")
-    if mesh is None or strategy not in DATA_AXES:
+    if mesh is None or strategy not in STRATEGIES:
         return
     for axis in _other_axes(strategy, mesh):
         size = get(mesh, axis)
-        may = " and ".join(DATA_AXES[strategy]) or "none"
+        may = " and ".join(STRATEGIES[strategy]) or "none"
         yield Problem.at(
             size.place if size is not None else mesh.place,
             f"{strategy} has no {axis}; of the data axes it has {may}",
@@ -390,7 +383,7 @@ def _disagreement(train: Node) -> Iterator[Problem]:
 def _other_axes(strategy: str, mesh: Node) -> list[str]:
     """Data axes of the mesh that are not this strategy's."""
     sizes = {axis: node.value for axis in meshes.DATA_AXES if (node := get(mesh, axis)) is not None}
-    return [axis for axis, size in sizes.items() if size != 1 and axis not in DATA_AXES[strategy]]
+    return [axis for axis, size in sizes.items() if size != 1 and axis not in STRATEGIES[strategy]]
 
 
 def _seconds(node: Node) -> float:
@@ -414,7 +407,7 @@ def _texts(train: Node) -> Iterator[Node]:
 def _overridden(train: Node, key: Sequence[str], value: Any) -> str | None:
     """Another strategy drops a mesh that is not its own; `auto` any: it chooses one."""
     mesh = get(train, "mesh")
-    if tuple(key) != ("strategy",) or mesh is None or (value != "auto" and value not in DATA_AXES):
+    if tuple(key) != ("strategy",) or mesh is None or (value != "auto" and value not in STRATEGIES):
         return None
     if value != "auto" and not _other_axes(value, mesh):
         return None
@@ -445,7 +438,7 @@ def _tiny_shape(train: Train, smoke: "Smoke", num_workers: int) -> dict[str, int
 def _smoke(train: Train, smoke: "Smoke", num_workers: int) -> dict[str, Any]:
     """Models and data sets of the user's own stay as they are, but for the samples in a step."""
     changes: dict[str, Any] = {}
-    two_axes = len(DATA_AXES.get(train.strategy, ())) == 2
+    two_axes = len(STRATEGIES.get(train.strategy, ())) == 2
     if smoke.ranks is not None and (train.mesh is not None or two_axes):
         alone = num_workers if train.update is not None else 1  # islands are copies, of which some are needed
         least = 4 if train.communication == "on_demand" else 2  # which shares weights within each copy

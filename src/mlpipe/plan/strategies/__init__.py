@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from mlpipe._core.meshes import Strategy
 from mlpipe.plan.mesh import Mesh
-from mlpipe.plan.settings import Strategy
 from mlpipe.plan.strategies import ddp, fsdp, hsdp, single, zero1, zero2
 
 
