@@ -175,7 +175,7 @@ class Addons:
     def _create_crds(self, folder: Path, conversions: Mapping[str, Any] | None = None) -> None:
         """Creates all of the folder and waits until the API serves them. `conversions`: the webhooks of those
         whose versions differ, by plural."""
-        found = [yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")]
+        found = [yaml.load(path.read_text(), yaml.CSafeLoader) for path in folder.glob("*.yaml")]
         found = [one for one in found if one["kind"] == "CustomResourceDefinition"]  # no kustomization.yaml
         for spec in (one["spec"] for one in found):
             if webhook := (conversions or {}).get(spec["names"]["plural"]):
@@ -204,7 +204,7 @@ class Addons:
     def _webhooks(self, source: Path, name: str, port: int) -> list[dict[str, Any]]:
         """The module's configurations, called at 127.0.0.1:`port`; everyone's have the same names."""
         text = (source / "webhook/manifests.yaml").read_text()
-        configurations: list[dict[str, Any]] = list(yaml.safe_load_all(text))
+        configurations: list[dict[str, Any]] = list(yaml.load_all(text, yaml.CSafeLoader))
         for one in configurations:
             one["metadata"]["name"] = f"{name}-{one['metadata']['name']}"
             for hook in one["webhooks"]:

@@ -217,7 +217,8 @@ conf_dir = "{self.folder}/cni"
                 "imagefs.available": "1%",
             },
             "imageGCHighThresholdPercent": 100,
-            "nodeStatusUpdateFrequency": "2s",  # changed devices show sooner
+            "nodeStatusUpdateFrequency": "2s",  # changed devices show sooner,
+            "nodeStatusReportFrequency": "5m",  # and what is as it was is not written again as often
             "nodeLeaseDurationSeconds": 8,  # renewed four times as often: the sooner is a lost node noticed
         }
         path = self.folder / "kubelet.json"

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T], what: str, seconds: float = 300.0) -> T:
-    """Polls until `condition()` is true, and returns it. A quarter of the time at most goes into that: those
+    """Polls until `condition()` is true, and returns it. A tenth of the time at most goes into that: those
     who are waited for need the cores."""
     deadline = time.monotonic() + seconds
     while True:
@@ -27,7 +27,7 @@ def until(condition: Callable[[], T], what: str, seconds: float = 300.0) -> T:
             return found
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {seconds} s for {what}")
-        time.sleep(max(0.02, 3 * (time.monotonic() - began)))
+        time.sleep(max(0.02, 9 * (time.monotonic() - began)))
 
 
 def shell(script: str) -> list[str]:

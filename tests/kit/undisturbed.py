@@ -145,15 +145,17 @@ def ranks(run_id: str) -> list[tuple[int, int, list[str], dict[str, str]]]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
+            name = (path / "comm").read_text().strip()
+            if not name.startswith("rank "):  # of a thousand processes the most, again and again
+                continue
             argv = (path / "cmdline").read_text().rstrip("\0").split("\0")
             lines = (path / "environ").read_text().split("\0")
-            name = (path / "comm").read_text().strip()
             leads = os.getsid(int(path.name)) == int(path.name)  # what a rank forks has its name and words
         except OSError:
             continue
         env = dict(line.split("=", 1) for line in lines if "=" in line)
         ours = leads and argv[0] == sys.executable  # not of another checkout whose tests run here, too
-        is_rank = ours and WORKER in argv and TORCHRUN not in argv and name.startswith("rank ")
+        is_rank = ours and WORKER in argv and TORCHRUN not in argv
         if is_rank and env.get("MLPIPE_RUN_ID") == run_id:
             found.append((int(path.name), int(name.removeprefix("rank ")), argv, env))
     return found
