@@ -55,8 +55,8 @@ def steps(place, run_id: str) -> list[tuple[int, float]]:
 
 
 def slow(hold):
-    """A training that outlasts two builds, until it is released."""
-    return {"model": hold.model, "steps": SLOW_STEPS, "checkpoint": {"every": "1000 steps"}}
+    """A training of one pod that outlasts two builds, until it is released."""
+    return {"model": hold.model, "nodes": 1, "steps": SLOW_STEPS, "checkpoint": {"every": "1000 steps"}}
 
 
 def check_one_gang(place, run_id: str) -> None:

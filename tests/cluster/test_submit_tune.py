@@ -16,7 +16,8 @@ def test_trials_are_gangs_that_leave_nothing_but_their_figures(place):
     binding = f"create rolebinding tuner --role=mlpipe-driver --serviceaccount={place.namespace}:person"
     place.cluster.kubectl("-n", place.namespace, *binding.split())
     data = {"entry": "kit.models:numbers", "batch_size": 4}
-    spec = place.spec("tuned", model={"preset": "llama-1m"}, data=data)
+    resources = {"workers_per_node": 2}
+    spec = place.spec("tuned", model={"preset": "llama-1m"}, nodes=1, resources=resources, data=data)
     out = place.folder / "tune.json"
     said = place.mlpipe("tune", spec, "--only", "micro_batch", "--steps", "6", "--out", out)
     assert "micro_batch=1" in said.stdout
