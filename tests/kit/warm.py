@@ -72,7 +72,8 @@ KINDS = {
     # ranks of any strategy, a class of `transformers`, and the compiler: three seconds for each of four
     "ranks": (
         "torch._inductor.compile_fx", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama",
-        *_TRAIN,
+        *_TRAIN, "kit.many", "mlpipe.kinds.train.worker", "mlpipe.train.parallel.*",
+        "mlpipe.train.schedules.*",
     ),
 }  # fmt: skip
 _START_SECONDS = 300.0
