@@ -27,25 +27,29 @@ _NO_LIMIT = 2**31
 
 def to_yaml(data: Any) -> str:
     """In block style, keys in the given order, a text on one line; lists without mappings in flow style."""
-    return _dump(_node(data, 0, 0, None), explicit_start=False)
+    return _document(data, None, explicit=False)
 
 
 def documents(objects: Iterable[dict[str, Any]]) -> str:
     """One document an object, as people review them: long text such as plan.json stands as a block of lines,
     and a list in flow style only if it fits its line. Raises RenderError for what YAML cannot say."""
-    return "".join(_dump(_node(document, 0, 0, _WIDTH), explicit_start=True) for document in objects)
+    return "".join(_document(one, _WIDTH, explicit=True) for one in objects)
 
 
-def _dump(node: yaml.Node, *, explicit_start: bool) -> str:
-    text: str = yaml.serialize(node, Dumper=_Dumper, explicit_start=explicit_start, width=_NO_LIMIT)
+def _document(data: Any, width: int | None, *, explicit: bool) -> str:
+    """`width`: of a line; None: see `to_yaml`."""
+    events = [yaml.StreamStartEvent(), yaml.DocumentStartEvent(explicit=explicit)]
+    _say(data, 0, 0, width, events)
+    events += [yaml.DocumentEndEvent(explicit=False), yaml.StreamEndEvent()]
+    text: str = yaml.emit(events, Dumper=_Dumper, width=_NO_LIMIT)
     return text
 
 
-def _node(value: Any, indent: int, head: int, width: int | None) -> yaml.Node:
-    """`indent`: column of its keys or dashes. `head`: columns of its line that are taken. `width`: of a line;
-    None: see `to_yaml`."""
+def _say(value: Any, indent: int, head: int, width: int | None, events: list[yaml.Event]) -> None:
+    """Adds what PyYAML is to emit. `indent`: column of its keys or dashes. `head`: columns of its line that
+    are taken."""
     if isinstance(value, dict):
-        pairs = []
+        events.append(yaml.MappingStartEvent(None, None, implicit=True, flow_style=False))
         for key, item in value.items():
             name = _scalar(key)
             length = len(_text(name))
@@ -53,36 +57,38 @@ def _node(value: Any, indent: int, head: int, width: int | None) -> yaml.Node:
                 raise RenderError(
                     f"a key of {len(key)} characters: {key[:40]!r}...", hint="write a shorter one"
                 )
-            pairs.append((name, _node(item, indent + 2, indent + length + 1, width)))
-        return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=False)
-    if isinstance(value, list):
-        # a list in a list is never in flow style where lines have a width
-        items = [_node(item, indent + 2, _NO_LIMIT, width) for item in value]
+            events.append(name)
+            _say(item, indent + 2, indent + length + 1, width, events)
+        events.append(yaml.MappingEndEvent())
+    elif isinstance(value, list):
         if width is None:
-            flow = not any(isinstance(item, yaml.MappingNode) for item in items)
-        else:
-            words = [_text(item) for item in items if isinstance(item, yaml.ScalarNode)]
-            flow = len(words) == len(items) and head + len(f" [{', '.join(words)}]") <= width
-        return yaml.SequenceNode("tag:yaml.org,2002:seq", items, flow_style=flow)
-    return _scalar(value, block=width is not None)
+            flow = not any(isinstance(item, dict) for item in value)
+        else:  # a list in a list is never in flow style
+            words = [_text(_scalar(item, block=True)) for item in value if not isinstance(item, dict | list)]
+            flow = len(words) == len(value) and head + len(f" [{', '.join(words)}]") <= width
+        events.append(yaml.SequenceStartEvent(None, None, implicit=True, flow_style=flow))
+        for item in value:
+            _say(item, indent + 2, _NO_LIMIT, width, events)
+        events.append(yaml.SequenceEndEvent())
+    else:
+        events.append(_scalar(value, block=width is not None))
 
 
-def _scalar(value: Any, *, block: bool = False) -> yaml.ScalarNode:
-    kind, text, style = "str", str(value), None
+def _scalar(value: Any, *, block: bool = False) -> yaml.ScalarEvent:
+    text, style = str(value), None
     if value is None:
-        kind, text = "null", "null"
+        text = "null"
     elif isinstance(value, bool):
-        kind, text = "bool", str(value).lower()
-    elif isinstance(value, int):
-        kind = "int"
+        text = text.lower()
     elif isinstance(value, float):
         # PyYAML reads 1e-05 as text
-        kind, text = "float", text if "e" not in text or "." in text else text.replace("e", ".0e")
-    elif block and _is_block(value):
-        style = "|"
-    elif not _WORD.fullmatch(value) or value.lower() in _RESERVED:
-        style = '"'
-    return yaml.ScalarNode(f"tag:yaml.org,2002:{kind}", text, style=style)
+        text = text if "e" not in text or "." in text else text.replace("e", ".0e")
+    elif not isinstance(value, int):
+        if block and _is_block(value):
+            style = "|"
+        elif not _WORD.fullmatch(value) or value.lower() in _RESERVED:
+            style = '"'
+    return yaml.ScalarEvent(None, None, (True, True), text, style=style)
 
 
 def _is_block(text: str) -> bool:
@@ -91,9 +97,9 @@ def _is_block(text: str) -> bool:
     return len(lines) > 1 and lines[-1].strip() != "" and _BLOCK.fullmatch(text) is not None
 
 
-def _text(node: yaml.ScalarNode) -> str:
+def _text(scalar: yaml.ScalarEvent) -> str:
     """On one line."""
-    return _quoted(node.value) if node.style else str(node.value)
+    return _quoted(scalar.value) if scalar.style else str(scalar.value)
 
 
 def _quoted(text: str) -> str:
@@ -110,10 +116,13 @@ def _escape(char: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Takes every style from its node and decides none by the look of a text."""
+    """Takes every style from its event and decides none by the look of a text."""
 
-    def resolve(self, kind: Any, value: Any, implicit: Any) -> None:
-        pass  # what tag a reader would give it
+    def need_more_events(self) -> bool:
+        # The next one says whether a mapping or a list is empty, and nothing else is asked of those to come.
+        return not self.events or (
+            len(self.events) == 1 and not isinstance(self.events[0], yaml.StreamEndEvent)
+        )
 
     def process_tag(self) -> None:
         pass  # none is written
