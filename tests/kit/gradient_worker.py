@@ -4,6 +4,7 @@ largest difference of each, relative to the largest gradient in its tensor, as J
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -33,8 +34,9 @@ from mlpipe.train.shards import LocalShard, local_part
 from mlpipe.train.world import World
 
 SEQ_LEN, SAMPLES = 16, 8
-SIZES = {"num_layers": 5, "dim": 32, "ffn_dim": 64}
+SIZES = {"dim": 32, "ffn_dim": 64}
 BLOCKS = {"gpipe": (3, 2), "1f1b": (2, 3), "interleaved": (2, 1, 1, 1), "zero_bubble": (2, 3)}
+LAYERS = {True: 5, False: 3}  # of a model that is cut into these, of another
 MIXES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "ddp": (Mesh(dp_replicate=4), {}),
     "zero1": (Mesh(dp_replicate=4), {"strategy": "zero1"}),
@@ -117,6 +119,7 @@ def of_one_step(
     rank: int,
     mesh: Mesh,
     *,
+    num_layers: int,
     schedule: Any = None,
     experts: bool = False,
     groups: bool = False,
@@ -124,7 +127,7 @@ def of_one_step(
 ) -> tuple[ParallelizedModel, World]:
     """The model, whose gradients are the mean of what its gradient ranks have of all targets' losses."""
     strategy = changes.pop("strategy", "fsdp" if mesh.dp_shard > 1 else "ddp")
-    model = plans.model_plan(**SIZES)
+    model = plans.model_plan(**SIZES, num_layers=num_layers)
     if groups:
         changes |= {
             "groups": UNEVEN if experts else GROUPS,
@@ -132,7 +135,7 @@ def of_one_step(
             "reshard_after_forward": False,
         }
     if experts:
-        model = ModelPlan(Entry(MOE, asdict(EXPERTS)), None, SEQ_LEN, ())
+        model = ModelPlan(Entry(MOE, asdict(EXPERTS) | {"num_layers": num_layers}), None, SEQ_LEN, ())
     plan = plans.train_plan(
         "", TOKENS, world_size=mesh.world_size, mesh=mesh, strategy=strategy, global_batch=SAMPLES,
         micro_batch=1, accumulation=SAMPLES // mesh.num_data_ranks, model=model,
@@ -173,9 +176,12 @@ def cross_entropy_sum(logits: Any, targets: Any, **of_others: Any) -> tuple[Tens
     return loss, (targets != -100).sum()
 
 
-def worst(rank: int, expected: dict[str, Tensor], mesh: Mesh, given: dict[str, Any]) -> float:
-    """On any rank. Every value of every gradient is looked at by one, at the least."""
-    parallel, world = of_one_step(rank, mesh, **given)
+def worst(rank: int, alone: dict[Any, dict[str, Tensor]], mesh: Mesh, given: dict[str, Any]) -> float:
+    """On any rank. Every value of every gradient is looked at by one, at the least. `alone`: gradients by the
+    number of layers and whether it has experts."""
+    num_layers = LAYERS["schedule" in given]
+    parallel, world = of_one_step(rank, mesh, num_layers=num_layers, **given)
+    expected = alone[num_layers, given.get("experts", False)]
     differences, seen = torch.zeros((), dtype=torch.float64), Counter[str]()
     for shard in (one for one in parallel.shards if one.is_trained and one.local.numel()):
         gradient, whole = gradient_of(shard), expected[shard.name]
@@ -201,14 +207,12 @@ def main() -> None:
     Tensor.float = Tensor.double  # type: ignore[method-assign]
     torch.set_default_dtype(torch.float64)
     models.cross_entropy_sum = cross_entropy_sum  # type: ignore[attr-defined, assignment]
-    expected = {}
-    for experts in (False, True):
-        alone, _ = of_one_step(0, Mesh(), experts=experts)
-        expected[experts] = {one.name: gradient_of(one) for one in alone.shards if one.is_trained}
-    found = {
-        name: worst(rank, expected[given.get("experts", False)], mesh, given)
-        for name, (mesh, given) in MIXES.items()
-    }
+    alone = {}
+    for num_layers, experts in itertools.product(LAYERS.values(), (False, True)):
+        model, _ = of_one_step(0, Mesh(), num_layers=num_layers, experts=experts)
+        gradients = {one.name: gradient_of(one) for one in model.shards if one.is_trained}
+        alone[num_layers, experts] = gradients
+    found = {name: worst(rank, alone, mesh, given) for name, (mesh, given) in MIXES.items()}
     if rank == 0:
         print(json.dumps(found))
     sys.stdout.flush()

@@ -248,16 +248,16 @@ def told(records):
     }
 
 
-def test_twenty_restarts_in_place(stage):
+def test_six_restarts_in_place(stage):
     stage.hurry()
     counter = str(stage.folder / "counter")
     # Two forwards are the rehearsal. A restart adds one step or two: the second may still be committed.
-    kill = user("misbehaving", what="kill", at=5, rank=1, counter=counter, times=20)
-    stage.next(model=kill, every=1, steps=2 * 20 + 4, launch={"max_restarts": 20})
+    kill = user("misbehaving", what="kill", at=5, rank=1, counter=counter, times=6)
+    stage.next(model=kill, every=1, steps=2 * 6 + 4, launch={"max_restarts": 6})
     began = time.monotonic()
     assert plans.launch(stage.plan, stage.scratch, timeout=1200) == 0, stage.log()
-    assert stage.outcome()["restarts"] == 20
-    print(f"20 restarts in place took {time.monotonic() - began:.0f} s")
+    assert stage.outcome()["restarts"] == 6
+    print(f"6 restarts in place took {time.monotonic() - began:.0f} s")
 
 
 def test_signals_save_and_resume_is_exact(stage, expected):
