@@ -2,8 +2,6 @@
 on its arguments alone; `detect_hardware` is the only code here that looks at the machine, and at what is
 known of it (`machine.py`)."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -96,7 +94,7 @@ class Hardware(NamedTuple):
     price_usd_per_device_hour: float | None = None
     native_bf16: str | None = None
     # Of a gang of several classes each, with its own nodes; all above is then of the gang (`together`).
-    groups: tuple[Hardware, ...] = ()
+    groups: tuple["Hardware", ...] = ()
     relative_speed: float | None = None  # of a group whose speed beside the others' the file says
     comes_and_goes: bool = False  # an elastic training's node, among others of its like
 
@@ -111,7 +109,7 @@ class Hardware(NamedTuple):
         return f"{nodes}{self.devices_per_node} x {self.name}"
 
 
-def detect_hardware(resources: Resources | None, *, elsewhere: bool = False) -> Hardware:
+def detect_hardware(resources: "Resources | None", *, elsewhere: bool = False) -> Hardware:
     """The hardware that `resources` ask for: GPUs by their name in the catalogue, changed or described by
     `resources.device`; CPUs by this machine's cores and memory (or its cgroup's) where the resources do not
     say. `elsewhere`: it will run on another machine, so this one's processor says nothing. Raises PlanError
@@ -192,7 +190,7 @@ def together(groups: Sequence[Hardware]) -> Hardware:
     )
 
 
-def _sliced(gpu: Gpu, resources: Resources) -> Gpu:
+def _sliced(gpu: Gpu, resources: "Resources") -> Gpu:
     """The part of it that a slice is, by the class of the GPU; its price by the multiprocessors. Raises
     PlanError."""
     name = resources.slice
@@ -223,7 +221,7 @@ def cpu_speed(num_cores: float) -> Speed:
     )
 
 
-def _gpu(resources: Resources) -> Gpu:
+def _gpu(resources: "Resources") -> Gpu:
     name, own = resources.gpu or "", resources.device
     known = GPUS.get(name)
     if own is None:

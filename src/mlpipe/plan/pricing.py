@@ -1,7 +1,5 @@
 """Bytes, seconds and dollars of one way to train. Standard library only."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
@@ -126,7 +124,7 @@ class Pricer:
     in any case."""
 
     def __init__(
-        self, shape: ModelShape, training: Training, hardware: Hardware, uneven: Uneven | None = None
+        self, shape: ModelShape, training: Training, hardware: Hardware, uneven: "Uneven | None" = None
     ) -> None:
         self.shape, self.training, self.hardware = shape, training, hardware
         self.uneven = uneven

@@ -1,8 +1,6 @@
 """Speeds of a device, from the catalogue or as `mlpipe calibrate` measures them. Needs no spec: the workers
 import it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +27,7 @@ class Speed(NamedTuple):
     float8_speedup: float | None = None  # of a product, over bf16's; None: none is known
     host_bytes_per_second: float = 0.0
     multiprocessors: float = 0.0
-    kernels: Mapping[str, KernelRates] = {}
+    kernels: Mapping[str, "KernelRates"] = {}
     passes_seconds: Mapping[str, float] = {}
     update_bytes_per_second: float | None = None
     kernel_seconds: float = 0.0

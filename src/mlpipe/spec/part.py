@@ -1,7 +1,5 @@
 """What a kind of stages says in the layer `spec`: `PART` in `kinds/<kind>/spec.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What is wrong in a pipeline file: every mistake with its place, all of them in one error."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,7 +36,7 @@ class Problem(NamedTuple):
     hint: str | None = None
 
     @staticmethod
-    def at(place: Place, message: str, hint: str | None = None) -> Problem:
+    def at(place: Place, message: str, hint: str | None = None) -> "Problem":
         return Problem(place.file, place.line, place.col, message, hint)
 
     @property

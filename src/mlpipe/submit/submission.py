@@ -1,7 +1,5 @@
 """What passes between the verbs and a backend: what is asked for, and what the backend answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
@@ -53,7 +51,7 @@ class Submission:
     spec: str
     text: str
     overrides: tuple[str, ...]
-    pipeline: Pipeline
+    pipeline: "Pipeline"
     store_url: str
     folder: str
     stage: str | None = None
@@ -116,7 +114,7 @@ class Availability(NamedTuple):
 
     wait_seconds: float | None = None
     words: str = ""
-    lasting: Lasting | None = None
+    lasting: "Lasting | None" = None
 
 
 def attempt(name: str, action: Callable[[], T]) -> T | Finding:
