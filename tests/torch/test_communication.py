@@ -120,15 +120,15 @@ def left() -> list[Path]:
 
 
 def test_killed_within_a_step_it_goes_on_and_leaves_nothing(tmp_path):
-    """Rank 1 of two copies of two between its microbatches of step 8, once. Weights and gradients in shared
+    """Rank 1 of two copies of two between its microbatches of step 4, once. Weights and gradients in shared
     memory have no names by then; and what a start leaves that was killed before, the next one removes."""
     (dead := FOLDER / f"{shared_memory.PREFIX}{os.getuid()}-dead").mkdir()
     (dead / "alive").touch()
     tokens = plans.write_tokens(tmp_path / "tokens")
-    args = {"what": "kill", "at": 16, "rank": 1, "counter": str(tmp_path / "counter")}
+    args = {"what": "kill", "at": 8, "rank": 1, "counter": str(tmp_path / "counter")}
     model = ModelPlan(Entry("kit.models:misbehaving", args), None, 32, ())
     never = model._replace(build=Entry("kit.models:misbehaving", {**args, "at": 10**9}))
-    common: dict[str, Any] = {"steps": 12, "every": 4, "accumulation": 2}
+    common: dict[str, Any] = {"steps": 6, "every": 2, "accumulation": 2}
     struck = plans.train_plan(
         tmp_path / "store", tokens, run_id="struck", model=model, launch={"max_restarts": 1}, micro_batch=2,
         strategy="hsdp", world_size=4, communication="on_demand", deterministic=False, **common,
