@@ -22,7 +22,7 @@ from mlpipe.plan.data import DataPlan
 from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.model import ModelPlan
-from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.datasets import digest_of_first, open_dataset
 from mlpipe.train.data.loader import MicrobatchLoader, ReadAhead
 from mlpipe.train.data.microbatch import Microbatch, collate
 from mlpipe.train.steps_ahead import Growth, StepsAhead, steps_ahead
@@ -273,3 +273,23 @@ def test_a_killed_worker_costs_a_restart(folder, curves):
     assert plans.outcome(folder / "store", plan)["restarts"] == 1
     assert struck.exists()
     assert plans.losses(folder / "store", plan) == curves["with-0 1"]
+
+
+def test_a_resume_with_another_first_sample_says_so_and_goes_on(folder):
+    """One that is drawn anew each time tells nothing."""
+    made = []
+    for attempt, base in ((1, 100), (2, 100), (3, 200)):
+        plan = training(folder, "changed", 0, steps=4 * attempt, attempt=attempt)
+        entry = Entry("kit.own_data:numbers", {"size": 48, "base": base})
+        made.append(replace(plan, work=plan.work._replace(data=plan.work.data._replace(dataset=entry))))
+    plans.run_together(made, folder / "changed")
+    starts = [plans.records(folder / "store", plan)[0] for plan in made]
+    assert [start["kind"] for start in starts] == ["start"] * 3
+    assert [start["notes"] for start in starts][:2] == [[], []]
+    assert starts[2]["start_step"] == 8
+    assert "the first sample is another one than at the checkpoint" in starts[2]["notes"][0]
+    twice = {"x": torch.ones(2, 3), "index": torch.tensor([4, 4])}
+    assert digest_of_first(twice) is not None
+    assert digest_of_first(twice) != digest_of_first({**twice, "index": torch.tensor([5, 5])})
+    for odd in (torch.tensor([1.0, 2.0]), torch.ones(4), torch.tensor(1.0), torch.ones(2, 2).to_sparse()):
+        assert digest_of_first({**twice, "x": odd}) is None

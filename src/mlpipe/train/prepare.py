@@ -15,7 +15,7 @@ from mlpipe.plan.work import TrainPlan
 from mlpipe.train.callbacks import Callbacks, make_callbacks
 from mlpipe.train.checkpoint import Checkpointer, Coordination, Saved, SaveSettings
 from mlpipe.train.contract import check_call
-from mlpipe.train.data.datasets import Streams, fingerprint, open_dataset, vocab_size_of
+from mlpipe.train.data.datasets import Streams, digest_of_first, fingerprint, open_dataset, vocab_size_of
 from mlpipe.train.data.loader import MicrobatchLoader, ReadAhead
 from mlpipe.train.data.microbatch import Microbatch, collate, samples_of
 from mlpipe.train.data.mixture import Mixture
@@ -38,6 +38,11 @@ from mlpipe.train.world import World
 
 if TYPE_CHECKING:
     from mlpipe.train.validation import Validation
+
+# No error: what reads the samples may be of another version, or round otherwise on another machine.
+_OTHER_FIRST = (
+    "the first sample is another one than at the checkpoint: the data, or their order, have changed"
+)
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
@@ -69,6 +74,8 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     trained = _trained(built) if plan.mesh.pp > 1 else None
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
     sample = collate(dataset, np.zeros(2, dtype=np.int64))
+    is_own = plan.data.dataset is not None and not isinstance(samples_of(dataset), Streams)
+    first = digest_of_first(sample) if is_own else None
     flops = try_out(plan, built.model, dataset, sample)
     if plan.pipeline is not None and not plan.pipeline.num_blocks:
         from mlpipe.train.parallel.even_stages import with_cut
@@ -123,6 +130,9 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     def restore() -> Position:
         resumed = resume(session, checkpointer, model, update, coordination_store)
         check_files(resumed.scalars, dataset, plan, session.plan.run_id)
+        before = resumed.scalars.get("first_sample", first)
+        if before != first and _has_data_of(resumed.scalars, plan):
+            resumed.notes.append(_OTHER_FIRST)
         return resumed
 
     loader = loader_of(plan, dataset, world, plan.micro_batch)
@@ -176,6 +186,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         sums=sums,
         validation=validation,
         loss_scale=loss_scale,
+        first_sample=first,
     )
 
 
@@ -330,7 +341,7 @@ def check_files(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, run_id: 
     """Whether the samples are those of the checkpoint: by how many there are, of files in each, which decides
     the order. Not where other data are meant (`--allow-change`). Raises TrainError (input)."""
     before, now = scalars.get("data_files"), fingerprint(dataset)
-    if before is None or before == now or _of_data(scalars.get("meaning", {})) != _of_data(plan.meaning):
+    if before is None or before == now or not _has_data_of(scalars, plan):
         return
     # of a mixture's sources an older checkpoint says less
     if isinstance(dataset, Mixture) and now is not None and {*before.split(", ")} <= {*now.split(", ")}:
@@ -342,6 +353,11 @@ def check_files(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, run_id: 
         hint=f"put them back as they were, or begin anew: mlpipe resume {run_id} --from-step 0",
         kind="input",
     )
+
+
+def _has_data_of(scalars: dict[str, Any], plan: TrainPlan) -> bool:
+    """Whether the data are meant to be those of the checkpoint."""
+    return _of_data(scalars.get("meaning", {})) == _of_data(plan.meaning)
 
 
 def _of_data(meaning: Mapping[str, Any]) -> dict[str, Any]:
