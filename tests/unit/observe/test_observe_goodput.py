@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.synthetic_run import BEGIN, Life, stage_state, write_run, write_train_stage
 
@@ -210,6 +210,7 @@ def test_attempts_fill_the_wall_time_of_a_run_and_only_they_are_paid():
     assert add([ledger, ledger]).cost_usd == pytest.approx(2 * ledger.cost_usd)
 
 
+@settings(max_examples=40)
 @given(attempts())
 def test_the_buckets_sum_to_ranks_times_wall_time(many):
     ledger = account(many)

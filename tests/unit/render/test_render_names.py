@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
@@ -49,7 +49,6 @@ def test_names_are_dns_labels_with_room_for_the_pods(who: tuple[str, str, Any, i
     assert len(config_name(name, "{}")) <= 253
 
 
-@settings(max_examples=500)
 @given(WHO, WHO)
 @example(("gang", "a-b", "c", 1), ("gang", "a", "b-c", 1))
 @example(("gang", "a", "b", 1), ("gang", "a-b-a1", "b", 1))
