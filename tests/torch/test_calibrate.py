@@ -20,7 +20,12 @@ pytestmark = pytest.mark.torch
 
 
 _QUICK = """
+from mlpipe._core.presets import LlamaConfig
+from mlpipe.plan import reference
+from mlpipe.plan.shapes.dense import Dense
 from mlpipe.train import calibrate, measure
+small = LlamaConfig(256, 64, 2, 4, 2, 176, 256, 1e4, 1e-5, True)
+reference.REFERENCE["cpu"], reference.BLOCK["cpu"] = Dense(small), small
 calibrate._BOX_SECONDS = calibrate._PASSES_SECONDS = 0.005
 calibrate._MANY_CPU, measure.REFERENCE_BATCH = 4, 1
 calibrate._SHAPES_CPU = calibrate._SHAPES_CPU[:3]
