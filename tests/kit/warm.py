@@ -296,6 +296,8 @@ def serve(kind: str, path: Path, session: int) -> None:
     if "mlpipe.train.flops" in sys.modules:
         vars(sys.modules["mlpipe.train.flops"])["PEAK_SECONDS"] = _PEAK_SECONDS
     _spare_forks()
+    if kind == "ranks":
+        _share_loop()
     gc.collect()
     gc.freeze()
     if len(os.listdir("/proc/self/task")) != 1:
@@ -365,6 +367,22 @@ def _spare_forks() -> None:
     vars(metadata)["entry_points"] = lambda **asked: (
         backends if asked == {"group": _BACKENDS} else entry_points(**asked)
     )
+
+
+def _share_loop() -> None:
+    """All process groups of a rank have one of gloo's threads that look for work 100 times a second: what the
+    hooks of a model's parameters hold is not let go when the next of many trainings begins."""
+    c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+    devices: list[Any] = []
+
+    class Sharing(c10d.ProcessGroupGloo):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> None:
+            devices[:] = devices or [self.create_default_device()]
+            options = self._Options()
+            options._devices, options._timeout = devices, timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = Sharing
 
 
 def _import(name: str) -> None:
