@@ -78,7 +78,8 @@ def test_a_bug_ends_the_run_at_once_with_its_own_words(place):
 
 def test_cancel_saves_and_resume_goes_on_under_another_strategy_and_size(place, hold):
     """Whatever somebody else with the store's keys has tried meanwhile."""
-    spec = place.spec("cancelled", model=hold.model, checkpoint={"every": "1000 steps"})
+    # longer than what is tried meanwhile takes on a busy machine
+    spec = place.spec("cancelled", model=hold.model, nodes=1, steps=100, checkpoint={"every": "1000 steps"})
     with hold:
         place.submit(spec, "cancelled")
         place.until_step("cancelled", 3)
@@ -99,9 +100,8 @@ def test_cancel_saves_and_resume_goes_on_under_another_strategy_and_size(place, 
         said = place.mlpipe("cancel", "cancelled").stdout
     assert "train is saved at step" in said
     assert place.objects("pods", "cancelled", **{"mlpipe.dev/stage": "train"}) == []
-    place.mlpipe(
-        "resume", "cancelled", "--set", "train.strategy=fsdp", "--set", "train.resources.workers_per_node=2"
-    )
+    larger = ("strategy=fsdp", "resources.nodes=2", "resources.workers_per_node=2")
+    place.mlpipe("resume", "cancelled", *(f"--set=train.{one}" for one in larger))
     state = place.run_state("cancelled")
     assert (state.state, state.stages["train"].attempt) == ("done", 2)
     with place.cluster.inside():

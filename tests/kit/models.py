@@ -316,8 +316,7 @@ def slow(
 def held(seconds: float, while_file: str, lame: str = "", lame_seconds: float = 0.0, fails: int = -1) -> Held:
     from mlpipe.train import flops
 
-    # for an MFU that no test believes: 0.3 s of both cores, and 0.5 CPU seconds of sympy, which torch imports
-    # for an embedding or a norm on the meta device
+    # for an MFU that no test believes: 0.3 s of both cores, and what counting imports
     flops.PEAK_SECONDS, flops.count_flops_per_token = 0.03, lambda *_, **__: None  # type: ignore[assignment]
     return Held(seconds, while_file, 0.0, lame, lame_seconds, fails)
 
