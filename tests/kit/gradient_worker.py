@@ -111,7 +111,7 @@ UNEVEN = group(1, 1.5), group(1, 1.0), group(2, 0.75)
 
 @cache
 def world_of(mesh: Mesh, rank: int) -> World:
-    """For all mixes of a mesh: gloo's thread of each process group asks for work 100 times a second."""
+    """For all mixes of a mesh, whose process groups and layouts of tensors are made and remembered once."""
     return World(mesh, rank, torch.device("cpu"))
 
 
