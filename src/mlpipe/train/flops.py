@@ -14,7 +14,6 @@ from mlpipe.plan.work import TrainPlan
 from mlpipe.train.data.microbatch import num_tokens
 from mlpipe.train.debugger import no_breakpoints
 from mlpipe.train.model import Batch, LossModule, construct, load_entry
-from mlpipe.train.without_sympy import without_sympy
 
 PEAK_SECONDS = 0.3  # for which a rank measures its peak
 _SIDE_CPU, _SIDE = 1024, 8192  # of the matrices: a few, and about 1.5, milliseconds each
@@ -36,7 +35,7 @@ def count_flops_per_token(plan: ModelPlan, collated: Batch) -> float | None:
         model = construct(load_entry(plan.build), plan.build, torch.device("meta"))
         module = LossModule(model.to("meta"), "cpu", entry=plan.build.entry)
         batch = {name: tensor.to("meta") for name, tensor in collated.items()}
-        with without_sympy(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             loss, _ = module(batch)
             loss.backward()
     except TrainError:
