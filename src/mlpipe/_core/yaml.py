@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -51,7 +52,7 @@ def _say(value: Any, indent: int, head: int, width: int | None, events: list[yam
     if isinstance(value, dict):
         events.append(yaml.MappingStartEvent(None, None, implicit=True, flow_style=False))
         for key, item in value.items():
-            name = _scalar(key)
+            name = _key(key)
             length = len(_text(name))
             if width is not None and length > _MAX_KEY:
                 raise RenderError(
@@ -89,6 +90,9 @@ def _scalar(value: Any, *, block: bool = False) -> yaml.ScalarEvent:
         elif not _WORD.fullmatch(value) or value.lower() in _RESERVED:
             style = '"'
     return yaml.ScalarEvent(None, None, (True, True), text, style=style)
+
+
+_key = lru_cache(maxsize=1024, typed=True)(_scalar)  # most stand in a document many times
 
 
 def _is_block(text: str) -> bool:
