@@ -379,7 +379,10 @@ def _share_loop() -> None:
 
     class Sharing(c10d.ProcessGroupGloo):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> None:
-            devices[:] = devices or [self.create_default_device()]
+            interface = os.environ.get("GLOO_SOCKET_IFNAME")
+            if not devices:
+                one = self.create_device(interface=interface) if interface else self.create_default_device()
+                devices.append(one)
             options = self._Options()
             options._devices, options._timeout = devices, timeout
             super().__init__(store, rank, size, options)
