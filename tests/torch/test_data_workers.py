@@ -293,3 +293,5 @@ def test_a_resume_with_another_first_sample_says_so_and_goes_on(folder):
     assert digest_of_first(twice) != digest_of_first({**twice, "index": torch.tensor([5, 5])})
     for odd in (torch.tensor([1.0, 2.0]), torch.ones(4), torch.tensor(1.0), torch.ones(2, 2).to_sparse()):
         assert digest_of_first({**twice, "x": odd}) is None
+    rows = torch.ones(2, 3)  # a column of it, and a turned one, lie apart in memory
+    assert digest_of_first({"x": rows[:, -1], "y": torch.ones(3, 2).T}) is not None

@@ -33,7 +33,9 @@ def _group_at(terminal: int) -> int | None:
     process."""
     for process in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
-            tty, group = map(int, process.read_text().rpartition(")")[2].split()[4:6])
+            tty, group = map(
+                int, process.read_bytes().rpartition(b")")[2].split()[4:6]
+            )  # a name is any bytes
             if tty == terminal:
                 return group
     return None

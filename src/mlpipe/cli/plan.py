@@ -123,8 +123,11 @@ def _figures(hardware: Hardware) -> dict[str, Any]:
 def _hardware_there(target: str) -> Callable[[Pipeline, str], Hardware]:
     """What stages run on at the backend of this name."""
     from mlpipe.submit import backends
+    from mlpipe.submit.delegate import Delegate
 
     backend = backends.load(target)
+    if issubclass(backend, Delegate):
+        raise click.UsageError(f"{target} only begins runs; name the backend that it submits to")
     if backend.trains_elsewhere:
         raise click.UsageError(
             f"on which machines of {target} a training will be says mlpipe submit --to {target} --dry-run"

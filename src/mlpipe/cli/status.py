@@ -46,7 +46,7 @@ def command(session: CliSession, run_id: str) -> None:
     is_held = leases.lease_is_live(run.driver)
     document["driver_alive"] = is_held and run.driver is not None and not run.driver.deletes
     under_way = run.state not in runs.RUN_ENDED and run.message != runs.WAITS_FOR_STAGES
-    if under_way and not document["driver_alive"]:
+    if under_way and not is_held:
         document["waits_for"] = backends.of_run(run).why_undriven(store, run)
     for name, stage in document["stages"].items():
         stage["progress"] = progress(store, run, name)

@@ -82,7 +82,8 @@ def whole(work: RankWork) -> RankTensors:
     waits = head if tied else 0
     at_head = 0 if work.step.fused_head else activations.kept_logit_bytes + head
     most = max(held, total(activations.saved) + max(at_head, rebuilt + waits))
-    added = GRADIENT_BYTES * parameters.trained.looked_up if work.step.accumulation > 1 else 0
+    adds = work.step.accumulation > 1 and work.step.part.is_first
+    added = GRADIENT_BYTES * parameters.trained.looked_up if adds else 0
     end = backward + total(gradients) + max(rebuilt, tied, added)
     tensors = RankTensors(
         parameters=parameters.held(1, WEIGHT_BYTES),

@@ -152,13 +152,12 @@ def code_digest() -> str:
     """sha256 over the names and bytes of mlpipe's own Python files."""
     root = os.path.dirname(mlpipe.__file__)
     digest = hashlib.sha256()
-    # six hundred files: with `open` it took a seventh more, with Path twice the time
+    # six hundred files: with Path it took twice the time, a twentieth of a plan's
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for name in sorted(name for name in names if name.endswith(".py")):
             path = os.path.join(folder, name)
             digest.update(f"{path[len(root) :]}\0".encode())
-            file = os.open(path, os.O_RDONLY)
-            digest.update(hashlib.sha256(os.read(file, os.fstat(file).st_size)).digest())
-            os.close(file)
+            with open(path, "rb", buffering=0) as stream:
+                digest.update(hashlib.sha256(stream.read()).digest())
     return digest.hexdigest()

@@ -17,6 +17,7 @@ from mlpipe._core import environment
 from mlpipe._core.terminal import TerminalModes
 
 _LEFT = 128 + signal.SIGHUP  # as a program whose terminal is gone
+_taken: list[TerminalModes] = []  # the terminal's, of the rank that has it
 
 
 def terminal_of(rank: int) -> tuple[str, int] | None:
@@ -31,10 +32,11 @@ def take(path: str, owner: int) -> None:
     """Standard input, output and error of this process become the terminal's, until the process `owner` ends,
     and this one with it."""
     try:
-        lender, modes = os.pidfd_open(owner), TerminalModes(path, os.getpgid(owner))
+        lender = os.pidfd_open(owner)
+        _taken.append(TerminalModes(path, os.getpgid(owner)))
     except ProcessLookupError:
         os._exit(_LEFT)
-    threading.Thread(target=_leave_with, args=(lender, modes), name="debugger", daemon=True).start()
+    threading.Thread(target=_leave_with, args=(lender,), name="debugger", daemon=True).start()
     terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
     for stream in (0, 1, 2):
         os.dup2(terminal, stream)
@@ -44,13 +46,19 @@ def take(path: str, owner: int) -> None:
         out.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _leave_with(lender: int, modes: TerminalModes) -> None:
+def give_back() -> None:
+    """The terminal, with the modes that it had, before this process ends at once; nothing if it has none."""
+    for modes in _taken:
+        modes.restore()
+
+
+def _leave_with(lender: int) -> None:
     """At once: a rank at the prompt would save nothing, and read what is typed to the shell for as long as it
     is given to save."""
     poll = select.poll()
     poll.register(lender, select.POLLIN)
     poll.poll()
-    modes.restore()
+    give_back()
     os._exit(_LEFT)
 
 

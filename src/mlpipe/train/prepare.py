@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 # No error: what reads the samples may be of another version, or round otherwise on another machine.
 _OTHER_FIRST = (
-    "the first sample is another one than at the checkpoint: the data, or their order, have changed"
+    "the first sample is another one than at the checkpoint: unless samples are drawn at random, "
+    "the data have changed"
 )
 
 
@@ -130,8 +131,12 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     def restore() -> Position:
         resumed = resume(session, checkpointer, model, update, coordination_store)
         check_files(resumed.scalars, dataset, plan, session.plan.run_id)
-        before = resumed.scalars.get("first_sample", first)
-        if before != first and _has_data_of(resumed.scalars, plan):
+        before = resumed.scalars.get("first_sample")
+        others = "model.seq_len"  # which cuts and pads samples
+        is_same = _has_data_of(resumed.scalars, plan) and (
+            resumed.scalars.get("meaning", {}).get(others) == plan.meaning.get(others)
+        )
+        if first is not None and before is not None and before != first and is_same:
             resumed.notes.append(_OTHER_FIRST)
         return resumed
 

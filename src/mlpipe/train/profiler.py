@@ -106,13 +106,15 @@ class Profiler:
             path = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(path))  # which would compress line by line
             text = path.read_bytes()
-            trace = Trace(json.loads(text))
+            path.unlink()  # its place is memory, in many pods
+            if not text.rstrip().endswith(b"}"):
+                raise ValueError("the trace is cut short")
             store.put(profiles.trace_key(key, first, rank), gzip.compress(text, 6))
             if self._cuda and self.profile.memory:
                 snapshot = Path(folder) / "memory.pickle"
                 torch.cuda.memory._dump_snapshot(str(snapshot))
                 store.put(profiles.memory_key(key, first, rank), snapshot.read_bytes())
-        summary = measure(trace)
+        summary = measure(Trace(json.loads(text)))
         store.put(profiles.summary_key(key, first, rank), to_json(summary).encode())
 
     def _name_layers(self, root: torch.nn.Module) -> None:

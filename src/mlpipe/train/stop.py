@@ -21,6 +21,7 @@ import threading
 import time
 from pathlib import Path
 
+from mlpipe.train import debugger
 from mlpipe.train.rank_process import RankProcess
 
 STOP_FILE = "stop"
@@ -69,7 +70,7 @@ class Stop:
         def watch() -> None:
             while not self.begun.wait(_POLL_SECONDS):
                 if self.requested():
-                    os._exit(128 + signal.SIGTERM)
+                    _leave_at_once()
 
         threading.Thread(target=watch, name="before the work began", daemon=True).start()
 
@@ -79,17 +80,22 @@ class Stop:
                 if signum != signal.SIGTERM:
                     continue
                 if self._terminated.is_set() or self._a_peer_died():
-                    os._exit(128 + signal.SIGTERM)
+                    _leave_at_once()
                 self._terminated.set()
                 threading.Thread(target=self._leave_with_peers, name="peers", daemon=True).start()
 
     def _leave_with_peers(self) -> None:
         while not self._a_peer_died():
             time.sleep(_POLL_SECONDS)
-        os._exit(128 + signal.SIGTERM)
+        _leave_at_once()
 
     def _a_peer_died(self) -> bool:
         return any(_died(path) for path in self._peers)
+
+
+def _leave_at_once() -> None:
+    debugger.give_back()
+    os._exit(128 + signal.SIGTERM)
 
 
 def _died(pid_file: Path) -> bool:

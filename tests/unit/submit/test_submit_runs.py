@@ -398,9 +398,7 @@ def test_a_command_that_asks_for_more_gpus_than_there_are_says_so_and_runs(cli: 
     for visible, said in {"0": 1, "0,1": 0}.items():
         cli.env["CUDA_VISIBLE_DEVICES"] = visible
         done = cli("run", "pipeline.yaml", "--run-id", f"r{said}")
-        assert (
-            done.stderr.count("asks for 2 GPUs, this machine shows 1: its command runs all the same") == said
-        )
+        assert done.stderr.count("asks for 2 GPUs, of 1 here: its command runs all the same") == said
         assert states(cli, f"r{said}") == {"a": "done", "b": "done"}
 
 

@@ -858,6 +858,22 @@ def test_a_trial_whose_checkpoints_are_being_deleted_waits_for_that_and_goes_on(
     assert dict(Simulated.started) == {"s-000": 2, "s-001": 1}
 
 
+def test_a_sweep_that_is_stopped_leaves_a_trial_whose_checkpoints_are_being_deleted(store, tmp_path):
+    """No driver is begun for it only to be stopped, and nobody waits for the deletion."""
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=1)
+    drive_until_all_run(store, 1)
+    runs.request_cancel(store, "s-000", STOPPED)
+    until(lambda: runs.read_run(store, "s-000").state == "cancelled", "the trial to stop")
+    until(lambda: runs.read_run(store, "s-000").driver is None, "its driver to let go")
+    stop = StopRequest()
+    with HeldLease(store, "s-000", deletes=True):
+        ended = drive(store, stop=stop, watch=lambda sweep: stop.request("cancelled", "enough"))
+    assert (ended.state, ended.message) == ("cancelled", "enough")
+    assert dict(Simulated.started) == {"s-000": 1}
+    Simulated.go.set()
+    assert drive(store).state == "done"
+
+
 def test_trials_that_would_have_no_gpu_are_refused_before_anything_is_written(store, tmp_path, monkeypatch):
     monkeypatch.setattr(Simulated, "has_own_driver", False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

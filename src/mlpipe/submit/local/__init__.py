@@ -32,11 +32,13 @@ class LocalBackend(Backend):
         super().check(submission, console, is_new=is_new)
         num_gpus = len(gpu_ids())
         for stage in submission.pipeline.stages:
-            asked = stage.resources.gpus_per_node if stage.resources is not None else 0
+            asked = 0
+            if stage.resources is not None and isinstance(stage.resources.nodes, int):
+                asked = stage.resources.nodes * stage.resources.gpus_per_node
             # of workers that is an error; what a program does without is its own affair
             if asked > num_gpus and stage.kind.runs == "command" and submission.stage in (None, stage.name):
                 console.note(
-                    f"stage {stage.name!r} asks for {asked} GPUs, this machine shows {num_gpus}: "
+                    f"stage {stage.name!r} asks for {asked} GPUs, of {num_gpus} here: "
                     "its command runs all the same"
                 )
 

@@ -144,6 +144,7 @@ class _Controller:
         self._backend = backends.of_run(self.state)
         self._num_slots = slots_of(self._sweep)
         self._following: dict[str, _Following] = {}
+        self._deleted: set[str] = set()  # trials that wait, because checkpoints of them are being deleted
         self._batch: Batch | None = None
         self._waiting: Mapping[str, str] = {}  # trials that the batch has not begun
         self._is_rid = True  # of what the batch had besides trials with drivers, once the sweep stops
@@ -161,7 +162,10 @@ class _Controller:
                 self._round()
                 watch(self.state)
                 is_left = self._stages("pending") if self._stop.kind is None else not self._is_rid
-                if not self._stages("running") and not is_left:
+                running = {name for name, trial in self.state.stages.items() if trial.state == "running"}
+                if self._stop.kind is not None:
+                    running -= self._deleted
+                if not running and not is_left:
                     return self._finish()
                 time.sleep(self._look_seconds)
         except KeyboardInterrupt:  # the second signal
@@ -172,7 +176,8 @@ class _Controller:
         """A store that is away for a while stops no trial; the lease bounds how long."""
         try:
             for name, trial in self.state.stages.items():
-                if trial.state == "running" and name not in self._following:
+                waits = self._stop.kind is not None and name in self._deleted
+                if trial.state == "running" and name not in self._following and not waits:
                     self._begin(name, adopt=True)  # of the controller before us
             for name in list(self._following):
                 self._follow(name)
@@ -300,11 +305,15 @@ class _Controller:
 
     def _begin(self, name: str, *, adopt: bool = False) -> None:
         """Anew, or again where the run is there already; `adopt`: see `_driven`."""
+        is_new = name not in self._following
+        self._deleted.discard(name)
         try:
             run = self._driven(name, adopt=adopt)
             self._following.setdefault(name, _Following(run)).run = run
-        except leases.DeletionError:
-            return  # the next round asks again
+        except leases.DeletionError:  # the next round asks again
+            self._deleted.add(name)
+            if is_new:
+                self._following.pop(name, None)
         except MlpipeError as error:
             if isinstance(error, StoreError) and error.kind == "infrastructure":
                 raise
