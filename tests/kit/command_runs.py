@@ -27,7 +27,7 @@ def until(condition: Callable[[], T], what: str, seconds: float = 300.0) -> T:
             return found
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {seconds} s for {what}")
-        time.sleep(max(0.02, 9 * (time.monotonic() - began)))
+        time.sleep(min(2.0, max(0.02, 9 * (time.monotonic() - began))))
 
 
 def shell(script: str) -> list[str]:

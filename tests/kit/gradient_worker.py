@@ -111,7 +111,7 @@ UNEVEN = group(1, 1.5), group(1, 1.0), group(2, 0.75)
 
 @cache
 def world_of(mesh: Mesh, rank: int) -> World:
-    """For all mixes of a mesh, whose process groups and layouts of tensors are made and remembered once."""
+    """For all mixes of a mesh, whose process groups are made by the first of them alone."""
     return World(mesh, rank, torch.device("cpu"))
 
 

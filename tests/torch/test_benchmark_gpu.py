@@ -39,7 +39,9 @@ def bare(tmp_path_factory) -> dict[str, str]:
 
 
 def test_the_suite_runs_on_torch_and_numpy_alone(bare, tmp_path):
-    """It and its launchers are forks that have torch; that torch comes alone, a training shows below."""
+    """It and its launchers are forks that have torch; its worker is imported alone, too."""
+    imports = [sys.executable, "-c", "import benchmarks.gpu.worker"]
+    subprocess.run(imports, cwd=ROOT, env=bare, check=True, timeout=300)
     argv = [sys.executable, "-m", "kit.bare", "benchmarks.gpu", "--device", "cpu", "--tiny"]
     output = tmp_path / "output"
     with output.open("w") as log:

@@ -571,7 +571,7 @@ def test_values_are_clipped_as_torch_clips_them() -> None:
 
 STEPS, SAVED = 4, 2
 AXES = {"pp": Mesh(pp=2), "tp": Mesh(tp=2), "cp": Mesh(cp=2)}
-WORLDS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "zero1", *AXES), 4: ("hsdp",)}
+WORLDS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "zero1", *AXES), 4: ("fsdp",)}
 # of losses: a rounding is another sign to Lion, another bf16 value to Muon, another code to 8 bits
 TOLERANCE = {
     "adamw": 1e-5,
@@ -682,11 +682,11 @@ def test_what_four_saved_two_go_on_with(trained: Any, tmp_path: Path) -> None:
     store, made = trained
     resumed = []
     for name in OPTIMIZERS:
-        last = catalogue.latest(FolderStore(store), made[f"{name}-hsdp-4"].stage_key)
+        last = catalogue.latest(FolderStore(store), made[f"{name}-fsdp-4"].stage_key)
         assert last is not None
         catalogue.discard(FolderStore(store), last.key)
         plan = training(store.parent, name, "fsdp", 2, attempt=2)
-        resumed.append(replace(plan, run_id=f"{name}-hsdp-4"))
+        resumed.append(replace(plan, run_id=f"{name}-fsdp-4"))
     plans.run_together(resumed, tmp_path)
     for name, plan in zip(OPTIMIZERS, resumed, strict=True):
         alone = plans.losses(store, made[f"{name}-single-1"])
@@ -701,7 +701,7 @@ def test_what_four_saved_two_go_on_with(trained: Any, tmp_path: Path) -> None:
 
 def test_an_average_is_exported_and_loaded_instead_of_the_weights(trained: Any, tmp_path: Path) -> None:
     store, made = trained
-    plan, folder = made["adamw-hsdp-4"], FolderStore(store)
+    plan, folder = made["adamw-fsdp-4"], FolderStore(store)
     kept, latest = contents(store, plan), catalogue.latest(folder, plan.stage_key)
     assert latest is not None
     export_checkpoint(folder, latest.key, tmp_path / "out", ema=True)

@@ -7,17 +7,14 @@ import json
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kit import warm
 from kit.plans import CONFIG as TINY
 from torch import nn
 
 from mlpipe._core.errors import TrainError
-from mlpipe.cli import plan_trace
 from mlpipe.cli.plan_trace import traced
 from mlpipe.plan.build import Start, build_plan, stage_hardware
 from mlpipe.plan.cut_stages import cut_of
@@ -50,20 +47,11 @@ stages:
 """
 
 
-def _forked(argv: list[str], *, env: dict[str, str], timeout: float, **_: Any) -> Any:
-    """The child, of a process that has imported torch."""
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with warm.Popen("ranks", argv, env=env | {"OMP_NUM_THREADS": "1"}, **streams) as child:
-        said = child.communicate(timeout=timeout)
-        return subprocess.CompletedProcess(argv, child.returncode, *said)
-
-
 def _never(*_: Any, **__: Any) -> Any:
     raise OSError("nobody is asked")
 
 
 def test_our_llama_as_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_trace, "subprocess", SimpleNamespace(run=_forked, TimeoutExpired=TimeoutError))
     source = tmp_path / "own_llama.py"
     source.write_text("from mlpipe.train.models.llama import build_model as build\n")
     monkeypatch.chdir(tmp_path)
@@ -88,7 +76,7 @@ def test_our_llama_as_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert found.one(precision, mode).kept_bytes == pytest.approx(kept, rel=0.01), (precision, mode)
     # with these figures it is planned like any other
     assert all(c.memory is not None for c in compare(pipeline, "train", where, traced=found) if c.mesh)
-    monkeypatch.setattr(plan_trace.subprocess, "run", _never)
+    monkeypatch.setattr(subprocess, "run", _never)
     assert traced(plan) == found  # out of the cache
     source.write_text(source.read_text() + "# changed\n")
     with pytest.raises(OSError, match="nobody is asked"):

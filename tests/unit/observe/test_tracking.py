@@ -296,7 +296,7 @@ def test_forty_thousand_steps_keep_no_memory(quick):
             one.on_step(step(number))
         kept, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert kept < 15e6
+        assert kept < 8e6
         assert len(one._waiting) <= tracking.MAX_WAITING
         fake.gate.set()
         one.on_end(DONE)
