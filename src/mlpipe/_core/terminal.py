@@ -33,9 +33,8 @@ def _group_at(terminal: int) -> int | None:
     process."""
     for process in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
-            tty, group = map(
-                int, process.read_bytes().rpartition(b")")[2].split()[4:6]
-            )  # a name is any bytes
+            fields = process.read_bytes().rpartition(b")")[2].split()  # bytes: a name may be any
+            tty, group = map(int, fields[4:6])
             if tty == terminal:
                 return group
     return None

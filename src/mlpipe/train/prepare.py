@@ -131,12 +131,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     def restore() -> Position:
         resumed = resume(session, checkpointer, model, update, coordination_store)
         check_files(resumed.scalars, dataset, plan, session.plan.run_id)
-        before = resumed.scalars.get("first_sample")
-        others = "model.seq_len"  # which cuts and pads samples
-        is_same = _has_data_of(resumed.scalars, plan) and (
-            resumed.scalars.get("meaning", {}).get(others) == plan.meaning.get(others)
-        )
-        if first is not None and before is not None and before != first and is_same:
+        if _is_other_first(first, resumed.scalars, plan):
             resumed.notes.append(_OTHER_FIRST)
         return resumed
 
@@ -358,6 +353,15 @@ def check_files(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, run_id: 
         hint=f"put them back as they were, or begin anew: mlpipe resume {run_id} --from-step 0",
         kind="input",
     )
+
+
+def _is_other_first(first: str | None, scalars: dict[str, Any], plan: TrainPlan) -> bool:
+    """Whether the digest of the first sample is known, was known at the checkpoint, and is another one though
+    the same data are meant, cut and padded alike."""
+    before, length = scalars.get("first_sample"), "model.seq_len"
+    if first is None or before in (None, first) or not _has_data_of(scalars, plan):
+        return False
+    return scalars.get("meaning", {}).get(length) == plan.meaning.get(length)
 
 
 def _has_data_of(scalars: dict[str, Any], plan: TrainPlan) -> bool:

@@ -87,6 +87,13 @@ class Killed(BaseException):
     pass
 
 
+def stop_first_trial(store: FolderStore, why: str) -> None:
+    """Until its driver has let go."""
+    runs.request_cancel(store, "s-000", why)
+    until(lambda: runs.read_run(store, "s-000").state == "cancelled", "the trial to stop")
+    until(lambda: runs.read_run(store, "s-000").driver is None, "its driver to let go")
+
+
 def drive_until_all_run(store: FolderStore, number: int) -> None:
     """Its controller is killed then."""
 
@@ -828,9 +835,7 @@ def test_a_trial_that_ended_without_a_controller_is_gone_on_with_if_the_sweep_st
 ):
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=2)
     drive_until_all_run(store, 2)
-    runs.request_cancel(store, "s-000", why)
-    until(lambda: runs.read_run(store, "s-000").state == "cancelled", "the trial to stop")
-    until(lambda: runs.read_run(store, "s-000").driver is None, "its driver to let go")
+    stop_first_trial(store, why)
     Simulated.go.set()
     assert drive(store).state == "done"
     assert states(store) == {"000": then, "001": "done"}
@@ -841,9 +846,7 @@ def test_a_trial_whose_checkpoints_are_being_deleted_waits_for_that_and_goes_on(
     """It was taken for driven, and for ended as its sweep had stopped it; no other takes its place."""
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=1)
     drive_until_all_run(store, 1)
-    runs.request_cancel(store, "s-000", STOPPED)
-    until(lambda: runs.read_run(store, "s-000").state == "cancelled", "the trial to stop")
-    until(lambda: runs.read_run(store, "s-000").driver is None, "its driver to let go")
+    stop_first_trial(store, STOPPED)
     Simulated.go.set()
     seen: list[dict[str, str]] = []
 
@@ -862,9 +865,7 @@ def test_a_sweep_that_is_stopped_leaves_a_trial_whose_checkpoints_are_being_dele
     """No driver is begun for it only to be stopped, and nobody waits for the deletion."""
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=1)
     drive_until_all_run(store, 1)
-    runs.request_cancel(store, "s-000", STOPPED)
-    until(lambda: runs.read_run(store, "s-000").state == "cancelled", "the trial to stop")
-    until(lambda: runs.read_run(store, "s-000").driver is None, "its driver to let go")
+    stop_first_trial(store, STOPPED)
     stop = StopRequest()
     with HeldLease(store, "s-000", deletes=True):
         ended = drive(store, stop=stop, watch=lambda sweep: stop.request("cancelled", "enough"))
