@@ -39,10 +39,10 @@ from mlpipe.store import leases, registry, runs, sweeps
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.outcome import AttemptOutcome, write_outcome
 from mlpipe.store.runs import RunState, StageState
-from mlpipe.submit import backends, driver
+from mlpipe.submit import backends, driver, process_executor
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease
-from mlpipe.submit.submission import Submission
+from mlpipe.submit.submission import Console, Submission
 from mlpipe.submit.sweeps import controller, slots
 from mlpipe.submit.sweeps.cancel import cancel_sweep
 from mlpipe.submit.sweeps.controller import STOPPED, drive_sweep
@@ -62,7 +62,9 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FolderSto
     Simulated.go.set()
 
 
-def made(store: FolderStore, folder: Path, over: dict[str, Any], **more: Any) -> str:
+def made(
+    store: FolderStore, folder: Path, over: dict[str, Any], *, console: Console | None = None, **more: Any
+) -> str:
     """`more`: keys of the sweep; of them `train` of the training."""
     sweep = {"over": over, "metric": {"name": "loss"}, **more}
     train = {
@@ -76,11 +78,22 @@ def made(store: FolderStore, folder: Path, over: dict[str, Any], **more: Any) ->
     )
     pipeline = load_pipeline_text(text, "pipeline.yaml")
     asked = Submission("pipeline.yaml", text, (), pipeline, store.url, str(folder), run_id="s")
-    return create(store, Simulated({}), asked, Quiet())
+    return create(store, Simulated({}), asked, console or Quiet())
+
+
+class Heard(Quiet):
+    """What is noted."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def drive(store: FolderStore, **more: Any) -> RunState:
-    return drive_sweep(store, "s", stop=more.pop("stop", StopRequest()), console=Quiet(), **more)
+    stop, console = more.pop("stop", StopRequest()), more.pop("console", Quiet())
+    return drive_sweep(store, "s", stop=stop, console=console, **more)
 
 
 class Killed(BaseException):
@@ -843,12 +856,14 @@ def test_a_trial_that_ended_without_a_controller_is_gone_on_with_if_the_sweep_st
 
 
 def test_a_trial_whose_checkpoints_are_being_deleted_waits_for_that_and_goes_on(store, tmp_path):
-    """It was taken for driven, and for ended as its sweep had stopped it; no other takes its place."""
+    """It was taken for driven, and for ended as its sweep had stopped it; no other takes its place. What it
+    waits for is said once."""
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=1)
     drive_until_all_run(store, 1)
     stop_first_trial(store, STOPPED)
     Simulated.go.set()
     seen: list[dict[str, str]] = []
+    console = Heard()
 
     def watch(sweep: RunState) -> None:
         seen.append(states(store))
@@ -856,7 +871,11 @@ def test_a_trial_whose_checkpoints_are_being_deleted_waits_for_that_and_goes_on(
             held.__exit__()
 
     with HeldLease(store, "s-000", deletes=True) as held:
-        assert drive(store, watch=watch).state == "done"
+        assert drive(store, watch=watch, console=console).state == "done"
+    (told,) = console.notes
+    assert told.startswith(
+        f"trial 000 waits: checkpoints of run s-000 are being deleted by process {os.getpid()}"
+    )
     assert seen[:3] == [{"000": "running", "001": "pending"}] * 3
     assert dict(Simulated.started) == {"s-000": 2, "s-001": 1}
 
@@ -888,6 +907,24 @@ def test_trials_that_would_have_no_gpu_are_refused_before_anything_is_written(st
         made(store, tmp_path, {"seed": "0..1"}, max_parallel=2)
     assert not store.exists("runs/s/run.json")
     made(store, tmp_path, {"seed": [1]}, max_parallel=2)  # one trial has the one GPU
+
+
+@pytest.mark.parametrize(("gpus", "told"), [("0", ["1 of 0", "2 of 0"]), ("0,1,2", ["2 of 1"])])
+def test_what_is_noted_of_parts_of_a_machine_is_said_once(store, tmp_path, monkeypatch, gpus, told):
+    """Of that part which lacks the more."""
+    monkeypatch.setattr(Simulated, "has_own_driver", False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+
+    def check(self: Simulated, _: Submission, console: Console, **more: Any) -> None:
+        here = len(process_executor.gpu_ids())
+        for asked in (1, 2):
+            if asked > here:
+                console.note(f"{asked} of {here}")
+
+    monkeypatch.setattr(Simulated, "check", check)
+    console = Heard()
+    made(store, tmp_path, {"seed": "0..1"}, max_parallel=2, console=console)
+    assert console.notes == told
 
 
 def test_there_are_no_more_parts_of_a_machine_than_trials(store, tmp_path, monkeypatch):

@@ -305,12 +305,14 @@ class _Controller:
 
     def _begin(self, name: str, *, adopt: bool = False) -> None:
         """Anew, or again where the run is there already; `adopt`: see `_driven`."""
-        is_new = name not in self._following
+        is_new, is_told = name not in self._following, name in self._deleted
         self._deleted.discard(name)
         try:
             run = self._driven(name, adopt=adopt)
             self._following.setdefault(name, _Following(run)).run = run
-        except leases.DeletionError:  # the next round asks again
+        except leases.DeletionError as error:  # the next round asks again
+            if not is_told:
+                self._console.note(f"trial {name} waits: {error.message}")
             self._deleted.add(name)
             if is_new:
                 self._following.pop(name, None)

@@ -65,14 +65,28 @@ def _check(backend: Backend, first: Submission, console: Console, num_slots: int
     if backend.has_own_driver or num_slots == 1:
         backend.check(first, console, is_new=True)
         return
-    for slot in sorted({0, num_slots - 1}):
+    parts = [_Part(console), _Part(console)]
+    for slot, part in zip((0, num_slots - 1), parts, strict=True):
         try:
             with part_of_machine(backend, slot, num_slots):
-                backend.check(first, console, is_new=True)
+                backend.check(first, part, is_new=True)
         except MlpipeError as error:
             told = f"each trial has 1/{num_slots} of this machine: lower sweep.max_parallel"
             error.hint = f"{error.hint}; {told}" if error.hint else told
             raise
+    for text in max((part.notes for part in parts), key=len):  # the part that lacks more
+        console.note(text)
+
+
+class _Part:
+    """Keeps what is noted of a part of this machine, which the other one's check says again."""
+
+    def __init__(self, console: Console) -> None:
+        self.quiet, self.complain = console.quiet, console.complain
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def sweep_of(submission: Submission) -> Sweep:
