@@ -21,6 +21,7 @@ _RESERVED = {"true", "false", "yes", "no", "on", "off", "y", "n", "null", "nan",
 _BLOCK = re.compile(
     r"[!-~][ -~\n]*"
 )  # printable ASCII; an indented first line would be taken for indentation
+_ESCAPED = re.compile(r"[^ !#-\[\]-~]")  # all but printable ASCII without " and \
 _MAX_KEY = 1000  # YAML 1.2, 7.4: a key on one line has at most 1024 characters
 _WIDTH = 100
 _NO_LIMIT = 2**31
@@ -97,6 +98,8 @@ _key = lru_cache(maxsize=1024, typed=True)(_scalar)  # most stand in a document 
 
 def _is_block(text: str) -> bool:
     """Whether a literal block says it: several lines, and no blank ones at the end, which would be lost."""
+    if "\n" not in text:  # as most
+        return False
     lines = text.removesuffix("\n").split("\n")
     return len(lines) > 1 and lines[-1].strip() != "" and _BLOCK.fullmatch(text) is not None
 
@@ -107,15 +110,14 @@ def _text(scalar: yaml.ScalarEvent) -> str:
 
 
 def _quoted(text: str) -> str:
-    return '"' + "".join(map(_escape, text)) + '"'
+    return '"' + _ESCAPED.sub(_escape, text) + '"'
 
 
-def _escape(char: str) -> str:
+def _escape(match: re.Match[str]) -> str:
+    char = match[0]
     if char in '"\\':
         return "\\" + char
     code = ord(char)
-    if 0x20 <= code < 0x7F:
-        return char
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 

@@ -149,15 +149,20 @@ class Plan:
 
 @lru_cache(maxsize=1)
 def code_digest() -> str:
-    """sha256 over the names and bytes of mlpipe's own Python files."""
+    """sha256 over the names and bytes of mlpipe's own Python files, all closed by a NUL, which none has."""
     root = os.path.dirname(mlpipe.__file__)
     digest = hashlib.sha256()
-    # six hundred files: with Path it took twice the time, a twentieth of a plan's
+    # six hundred files: with `open` it took a third longer
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for name in sorted(name for name in names if name.endswith(".py")):
-            path = os.path.join(folder, name)
+            path = f"{folder}/{name}"
             digest.update(f"{path[len(root) :]}\0".encode())
-            with open(path, "rb", buffering=0) as stream:
-                digest.update(hashlib.sha256(stream.read()).digest())
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                while some := os.read(descriptor, 2**16):
+                    digest.update(some)
+            finally:
+                os.close(descriptor)
+            digest.update(b"\0")
     return digest.hexdigest()

@@ -1,5 +1,6 @@
 """Bytes, seconds and dollars of one way to train. Standard library only."""
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
@@ -224,16 +225,19 @@ class Pricer:
         full = choices.micro_batch * self.uneven.cost(self.training.seq_len)
         return step_passes.of_rows(dealt.num_rows, dealt.work / (dealt.num_rows * full))
 
-    def least_seconds(self, mesh: Mesh, choices: Choices) -> float:
+    def least_seconds(self, mesh: Mesh, choices: Choices, too_long: float = math.inf) -> float:
         """That no candidate is below which differs from this in its data axes alone (of as many data ranks).
-        Of a pipeline's ranks those of the one with the most blocks."""
+        Of a pipeline's ranks those of the one with the most blocks. Where computing alone takes `too_long`,
+        it is that."""
         _, step_passes = self._passes_of(choices, mesh, self._fullest_part(mesh))
         step_passes = self._packed(mesh, choices, step_passes)
-        hardware, schedule, sharing = self.hardware, self.training.schedule, without_data(mesh)
+        ratio = self.hardware.speed.time_ratio
+        compute = ratio * self._slowest_ratio * step_passes.compute
+        if compute >= too_long:
+            return compute
+        schedule, sharing = self.training.schedule, without_data(mesh)
         layouts = [Layout(mesh, schedule=schedule, context_exchange=way) for way in self._exchanges(mesh)]
-        shared = min(self.exposed_seconds(step_passes, layout, sharing) for layout in layouts)
-        compute = self._slowest_ratio * step_passes.compute
-        return hardware.speed.time_ratio * (compute + shared)
+        return compute + ratio * min(self.exposed_seconds(step_passes, one, sharing) for one in layouts)
 
     def least_bytes(self, mesh: Mesh, choices: Choices) -> int:
         """Likewise."""

@@ -29,6 +29,7 @@ from mlpipe.plan.strategies import ORDER
 MODEL_ERROR = 0.12
 _LEAST_CHUNK = 128  # tokens of a sequence that a rank of `cp` has in one piece
 _MOST_CP = 32
+_AXES = "pp", "cp", "tp", "ep"
 
 
 class Point(NamedTuple):
@@ -132,12 +133,14 @@ def search(
     around: dict[Mesh, list[tuple[Strategy, Mesh]]] = {}  # one mesh is that of many points
 
     def look(number: int, mesh: Mesh, choices: Sequence[Choices]) -> None:
-        seconds = pricer.least_seconds(mesh, choices[0])
         result.num_points += 1
-        for axis in ("pp", "cp", "tp", "ep"):
-            if getattr(mesh, axis) > 1:
-                result.bounds[axis] = min(seconds, result.bounds.get(axis, math.inf))
-        insort(queue, Point(seconds, number, mesh, choices))
+        bounds = {axis: result.bounds.get(axis, math.inf) for axis in _AXES if getattr(mesh, axis) > 1}
+        # half of the points: computing alone takes longer than whatever may be found or told
+        too_long = max(limit * ROOM_WINDOW, *bounds.values()) if prune else math.inf
+        seconds = pricer.least_seconds(mesh, choices[0], too_long)
+        if seconds < too_long:
+            result.bounds |= {axis: min(seconds, bound) for axis, bound in bounds.items()}
+            insort(queue, Point(seconds, number, mesh, choices))
 
     for number, (mesh, choices) in enumerate(points):
         look(number, mesh, choices)

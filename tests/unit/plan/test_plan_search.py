@@ -61,11 +61,13 @@ def test_pruning_loses_nothing(preset: str, batch: int, gib: int, monkeypatch: p
     spec, shape, hardware = asked(*sized(preset, 2, batch), open_)
     hardware = hardware._replace(memory_bytes=gib * GIB)
     pruned = enumerate_candidates(spec, shape, hardware, every=False)
+    told = candidates._searched[0][3].bounds
     real = search.search
     monkeypatch.setattr(search, "search", lambda *args: real(*args, prune=False))
     candidates._searched.clear()
     whole = enumerate_candidates(spec, shape, hardware, every=False)
     assert len(whole) >= len(pruned)
+    assert told == candidates._searched[0][3].bounds != {}
     try:
         expected = choose(whole)
     except candidates.PlanError:
@@ -113,7 +115,7 @@ def test_what_was_looked_at_to_choose_is_not_looked_at_again_to_compare(
     looks: list[Mesh] = []
     real = Pricer.least_seconds
     monkeypatch.setattr(
-        Pricer, "least_seconds", lambda self, mesh, each: looks.append(mesh) or real(self, mesh, each)
+        Pricer, "least_seconds", lambda self, mesh, *rest: looks.append(mesh) or real(self, mesh, *rest)
     )
     enumerate_candidates(spec, shape, hardware)
     assert not looks
