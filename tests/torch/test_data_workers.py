@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -18,11 +19,12 @@ from hypothesis import strategies as st
 from kit import own_data, plans
 
 from mlpipe._core.errors import TrainError
-from mlpipe.plan.data import DataPlan
+from mlpipe.plan.data import DataPlan, SourcePlan
 from mlpipe.plan.entry import Entry
 from mlpipe.plan.mesh import Mesh
 from mlpipe.plan.model import ModelPlan
-from mlpipe.train.data.datasets import digest_of_first, open_dataset
+from mlpipe.train.data.datasets import open_dataset
+from mlpipe.train.data.first_samples import changes, digest, digests
 from mlpipe.train.data.loader import MicrobatchLoader, ReadAhead
 from mlpipe.train.data.microbatch import Microbatch, collate
 from mlpipe.train.steps_ahead import Growth, StepsAhead, steps_ahead
@@ -289,9 +291,49 @@ def test_a_resume_with_another_first_sample_says_so_and_goes_on(folder):
     assert starts[2]["start_step"] == 8
     assert "the first sample is another one than at the checkpoint" in starts[2]["notes"][0]
     twice = {"x": torch.ones(2, 3), "index": torch.tensor([4, 4])}
-    assert digest_of_first(twice) is not None
-    assert digest_of_first(twice) != digest_of_first({**twice, "index": torch.tensor([5, 5])})
+    assert digest(twice, 2) not in ("-", digest({**twice, "index": torch.tensor([5, 5])}, 2))
     for odd in (torch.tensor([1.0, 2.0]), torch.ones(4), torch.tensor(1.0), torch.ones(2, 2).to_sparse()):
-        assert digest_of_first({**twice, "x": odd}) is None
+        assert digest({**twice, "x": odd}, 2) == "-"
     rows = torch.ones(2, 3)  # a column of it, and a turned one, lie apart in memory
-    assert digest_of_first({"x": rows[:, -1], "y": torch.ones(3, 2).T}) is not None
+    assert digest({"x": rows[:, -1], "y": torch.ones(3, 2).T}, 2) != "-"
+
+
+def mixed(*sources: Entry):
+    """A mixture, its plan, and what a checkpoint keeps of its first samples."""
+    data = DataPlan(None, None, None, mix=tuple(SourcePlan(1.0, None, one, None) for one in sources))
+    dataset = open_dataset(data, split="train", seq_len=1)
+    return dataset, data, digests(dataset, data, collate(dataset, np.zeros(2, np.int64)))
+
+
+def test_of_a_mixture_each_source_is_known_by_its_first_sample():
+    """But one that is drawn at random."""
+
+    def numbers(base: int) -> Entry:
+        return Entry("kit.own_data:numbers", {"size": 9, "base": base})
+
+    drawn = Entry("kit.own_data:drawn", {})
+    *_, before = mixed(numbers(100), drawn, numbers(200))
+    dataset, data, now = mixed(numbers(100), drawn, numbers(300))
+    assert [word == "-" for word in before.split()] == [False, True, False]
+    (note,) = changes(dataset, data, before, now)
+    assert note.startswith("the first sample of source 2 is another one than at the checkpoint")
+    assert changes(dataset, data, before.replace("-", "0"), now) == [note]
+    assert changes(dataset, data, now, now) == changes(dataset, data, "- - -", now) == []
+    assert mixed(drawn, drawn)[2] is None
+
+
+class Flipped:
+    def __init__(self, flips) -> None:
+        self.flips = iter(flips)
+
+    def __getitem__(self, i: int):
+        return {"x": torch.tensor([1.0, 2.0][:: -1 if next(self.flips) else 1])}
+
+
+@pytest.mark.parametrize(("more", "num_notes"), [([False] * 16, 1), ([False, True] * 8, 0)])
+def test_a_sample_that_is_flipped_at_random_is_no_other_one(more, num_notes):
+    """Though it was flipped each time at the checkpoint, and neither time that a resume had looked."""
+    data = DataPlan(None, Entry("kit.own_data:drawn", {}), None)
+    dataset = Flipped([True, True, False, False, *more])
+    before, now = (digests(dataset, data, collate(dataset, np.zeros(2, np.int64))) for _ in range(2))
+    assert len(changes(dataset, data, before, now)) == num_notes

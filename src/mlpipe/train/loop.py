@@ -59,7 +59,7 @@ class Loop:
     profiling: Profiling
     validation: Validation | None = None
     loss_scale: LossScale | None = None  # None: of a precision that needs none
-    first_sample: str | None = None  # its digest, of a data set of the user's own
+    first_sample: str | None = None  # digests of the sources', of data sets of the user's own
     sums: NodeSums | None = None  # None: of ranks on several nodes, or that tell each other more
     last_save: float = field(default_factory=time.monotonic)
 

@@ -15,7 +15,8 @@ from mlpipe.plan.work import TrainPlan
 from mlpipe.train.callbacks import Callbacks, make_callbacks
 from mlpipe.train.checkpoint import Checkpointer, Coordination, Saved, SaveSettings
 from mlpipe.train.contract import check_call
-from mlpipe.train.data.datasets import Streams, digest_of_first, fingerprint, open_dataset, vocab_size_of
+from mlpipe.train.data import first_samples
+from mlpipe.train.data.datasets import Streams, fingerprint, open_dataset, vocab_size_of
 from mlpipe.train.data.loader import MicrobatchLoader, ReadAhead
 from mlpipe.train.data.microbatch import Microbatch, collate, samples_of
 from mlpipe.train.data.mixture import Mixture
@@ -38,12 +39,6 @@ from mlpipe.train.world import World
 
 if TYPE_CHECKING:
     from mlpipe.train.validation import Validation
-
-# No error: what reads the samples may be of another version, or round otherwise on another machine.
-_OTHER_FIRST = (
-    "the first sample is another one than at the checkpoint: unless samples are drawn at random, "
-    "the data have changed"
-)
 
 
 def train(session: Session, plan: TrainPlan, progress: list[int]) -> Outcome:
@@ -75,8 +70,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     trained = _trained(built) if plan.mesh.pp > 1 else None
     num_params = sum(parameter.numel() for parameter in built.model.parameters())
     sample = collate(dataset, np.zeros(2, dtype=np.int64))
-    is_own = plan.data.dataset is not None and not isinstance(samples_of(dataset), Streams)
-    first = digest_of_first(sample) if is_own else None
+    first = first_samples.digests(dataset, plan.data, sample)
     flops = try_out(plan, built.model, dataset, sample)
     if plan.pipeline is not None and not plan.pipeline.num_blocks:
         from mlpipe.train.parallel.even_stages import with_cut
@@ -131,8 +125,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
     def restore() -> Position:
         resumed = resume(session, checkpointer, model, update, coordination_store)
         check_files(resumed.scalars, dataset, plan, session.plan.run_id)
-        if _is_other_first(first, resumed.scalars, plan):
-            resumed.notes.append(_OTHER_FIRST)
+        resumed.notes += _other_firsts(resumed.scalars, dataset, plan, first)
         return resumed
 
     loader = loader_of(plan, dataset, world, plan.micro_batch)
@@ -355,13 +348,13 @@ def check_files(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, run_id: 
     )
 
 
-def _is_other_first(first: str | None, scalars: dict[str, Any], plan: TrainPlan) -> bool:
-    """Whether the digest of the first sample is known, was known at the checkpoint, and is another one though
-    the same data are meant, cut and padded alike."""
+def _other_firsts(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, now: str | None) -> list[str]:
+    """Notes of other first samples, where the same data are meant, cut and padded alike."""
     before, length = scalars.get("first_sample"), "model.seq_len"
-    if first is None or before in (None, first) or not _has_data_of(scalars, plan):
-        return False
-    return scalars.get("meaning", {}).get(length) == plan.meaning.get(length)
+    if before is None or now is None or not _has_data_of(scalars, plan):
+        return []
+    is_as_long = scalars.get("meaning", {}).get(length) == plan.meaning.get(length)
+    return first_samples.changes(dataset, plan.data, before, now) if is_as_long else []
 
 
 def _has_data_of(scalars: dict[str, Any], plan: TrainPlan) -> bool:

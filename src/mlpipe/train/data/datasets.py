@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from mlpipe._core.errors import TrainError
@@ -19,7 +18,7 @@ from mlpipe.train.data.microbatch import Collated, form, is_sample, no_sample, u
 from mlpipe.train.data.mixture import Mixture, Shortened
 from mlpipe.train.data.tokens import TokenDataset, open_folder
 from mlpipe.train.data.windows import Windowed
-from mlpipe.train.model import Batch, load_entry
+from mlpipe.train.model import load_entry
 
 
 class Streams:
@@ -195,19 +194,6 @@ def fingerprint(dataset: Any) -> str | None:
         return f"{len(dataset)} samples"
     digest = hashlib.sha256(dataset.counts.tobytes()).hexdigest()
     return f"{len(dataset)} samples in {len(dataset.counts)} pieces ({digest[:8]})"
-
-
-def digest_of_first(twice: Batch) -> str | None:
-    """Of a sample that makes up a batch `twice`. None where the two differ, as of samples that are changed at
-    random, or a function of the user's has put them together otherwise."""
-    digest = hashlib.sha256()
-    for name, values in sorted(twice.items()):
-        is_plain = values.layout == torch.strided and not values.is_nested
-        if not is_plain or values.shape[:1] != (2,) or not torch.equal(values[0], values[1]):
-            return None
-        one = torch.empty(values[0].shape, dtype=values.dtype).copy_(values[0])  # without its strides
-        digest.update(name.encode() + one.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def vocab_size_of(dataset: Any) -> int:

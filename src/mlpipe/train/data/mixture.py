@@ -41,6 +41,11 @@ class Mixture(Ordered):
         source, own = self.place_of(index)
         return self.sources[source][own]
 
+    @property
+    def starts(self) -> list[int]:
+        """Indices of the sources' first samples."""
+        return self._offsets[:-1].tolist()
+
     def place_of(self, index: int) -> tuple[int, int]:
         """The source, and the number of the sample there."""
         if not 0 <= index < len(self):
