@@ -79,7 +79,7 @@ def test_a_bug_ends_the_run_at_once_with_its_own_words(place):
 def test_cancel_saves_and_resume_goes_on_under_another_strategy_and_size(place, hold):
     """Whatever somebody else with the store's keys has tried meanwhile."""
     # longer than what is tried meanwhile takes on a busy machine
-    spec = place.spec("cancelled", model=hold.model, nodes=1, steps=100, checkpoint={"every": "1000 steps"})
+    spec = place.spec("cancelled", model=hold.model, steps=100, checkpoint={"every": "1000 steps"})
     with hold:
         place.submit(spec, "cancelled")
         place.until_step("cancelled", 3)
@@ -97,11 +97,12 @@ def test_cancel_saves_and_resume_goes_on_under_another_strategy_and_size(place, 
             place.submit(spec, "cancelled")
             assert "cluster.service_account" in refusal(place, "cancelled")
         assert len(place.objects("jobsets", "cancelled")) == 1  # which trains on
+        assert len(place.worker_pods("cancelled")) == 2
         said = place.mlpipe("cancel", "cancelled").stdout
     assert "train is saved at step" in said
     assert place.objects("pods", "cancelled", **{"mlpipe.dev/stage": "train"}) == []
-    larger = ("strategy=fsdp", "resources.nodes=2", "resources.workers_per_node=2")
-    place.mlpipe("resume", "cancelled", *(f"--set=train.{one}" for one in larger))
+    other = ("strategy=fsdp", "resources.nodes=1", "resources.workers_per_node=4")
+    place.mlpipe("resume", "cancelled", *(f"--set=train.{one}" for one in other))
     state = place.run_state("cancelled")
     assert (state.state, state.stages["train"].attempt) == ("done", 2)
     with place.cluster.inside():

@@ -1,4 +1,4 @@
-"""`mlpipe tune` on a real cluster: trials are gangs of the person who asks, and no driver is there."""
+"""`mlpipe tune` on a real cluster: trials are JobSets of the person who asks, and no driver is there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlpipe.store import catalogue, runs
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
-def test_trials_are_gangs_that_leave_nothing_but_their_figures(place):
+def test_trials_are_jobsets_that_leave_nothing_but_their_figures(place):
     """One change: of micro-batches half as large. Who tunes has the rights of a driver."""
     binding = f"create rolebinding tuner --role=mlpipe-driver --serviceaccount={place.namespace}:person"
     place.cluster.kubectl("-n", place.namespace, *binding.split())
