@@ -10,7 +10,6 @@ import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +108,6 @@ GROUPS = group(2, 1.25), group(2, 0.75)
 UNEVEN = group(1, 1.5), group(1, 1.0), group(2, 0.75)
 
 
-@cache
-def world_of(mesh: Mesh, rank: int) -> World:
-    """For all mixes of a mesh, whose process groups are made by the first of them alone."""
-    return World(mesh, rank, torch.device("cpu"))
-
-
 def of_one_step(
     rank: int,
     mesh: Mesh,
@@ -142,7 +135,7 @@ def of_one_step(
         pipeline=PipelinePlan(schedule, BLOCKS[schedule]) if schedule else None, **changes,
     ).work  # fmt: skip
     assert isinstance(plan, TrainPlan)
-    world = world_of(mesh, rank)
+    world = World(mesh, rank, torch.device("cpu"))
     built = models.build_model(plan.model, seed=1, device_type="cpu")
     parallel = parallelize(built, world, plan)
     tokens = torch.randint(256, (SAMPLES, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
