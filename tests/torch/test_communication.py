@@ -51,12 +51,10 @@ def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
         ways = {
             "padded": ("fsdp", data, {}),
             "packed": ("fsdp", dense, {}),
-            "as_they_come": ("fsdp", dense, resident),
             "copies": ("ddp", free, resident),
             "sent_small": ("ddp", free, {**resident, "compress": CompressPlan("fp16")}),
             "padded_on_demand": ("fsdp", data, on_demand),
             "stays": ("zero2", free, on_demand),
-            "each": ("fsdp", dense, {**on_demand, "reduce_gradients": "every"}),
         }
     else:
         ways = {
@@ -65,6 +63,8 @@ def test_all_ways_to_wait_train_the_same(world_size, data, tmp_path):
             "on_demand": ("fsdp", free, {**on_demand, **validate}),
             "hsdp": ("hsdp", free, resident),
             "nodes": ("hsdp", free, {**on_demand, **validate}),
+            "as_they_come": ("fsdp", dense, resident),
+            "each": ("fsdp", dense, {**on_demand, "reduce_gradients": "every"}),
         }
         few = {"few": "padded", "few_on_demand": "on_demand", "few_nodes": "nodes", "few_rest": "resident"}
         for name, way in few.items():
