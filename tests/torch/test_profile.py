@@ -52,7 +52,7 @@ def trained(tmp_path_factory):
     tokens = plans.write_tokens(folder / "tokens")
     made = {}
     for at, (name, work) in enumerate(WORKS.items()):
-        # of what is wasteful no more than needs be
+        # of the sound alone it is asked which steps stand in a trace: others have none behind it
         first = FIRST if name in SOUND else 2
         profile, steps = ProfilePlan(first, NUM), first + NUM - (name not in SOUND)
         made[name] = plans.train_plan(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlpipe._core.record_lines import parse
@@ -114,7 +114,8 @@ records = st.lists(
 
 
 @example([START, {"kind": "signal", "time": 1e3, "signal": "\n"}], 21)
-@settings(max_examples=50)
+@example([START, {"kind": "signal", "time": 1e3, "signal": "é"}], 200)
+@example([{**START, "start_step": 10**9, "steps": 10**9}], 20)
 @given(records, st.integers(20, 200))
 def test_any_records_give_one_ascii_line_that_fits_and_a_json_summary(many, width):
     summary = summarize(map(parse, many))
