@@ -127,8 +127,8 @@ class Cluster:
         return self._first.inside()
 
     def wait_until(self, what: str, check: Callable[[], T | None], seconds: float) -> T:
-        """The first true answer. Raises ClusterError when a process of the cluster ended, or at the deadline,
-        then with all pods and the events that warn."""
+        """The first true answer. Raises ClusterError when a process of the cluster ended, AssertionError at
+        the deadline, with all pods and the events that warn."""
         return wait_until(what, check, seconds, self.processes, self._explain)
 
     def namespace(self, name: str, *, pod_security: str | None = "restricted") -> str:

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
+from kit.command_runs import until
 from kit.processes import children
 from kit.servers import die_with_parent
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.2
 _STOP_SECONDS = 10
 _HOLDER_SECONDS = 20
 _CLONE_NEWNET = 0x40000000
@@ -96,21 +96,17 @@ def wait_until(
     watched: Iterable[Process] = (),
     explain: Callable[[], str] | None = None,
 ) -> T:
-    """The first true answer of `check`. Raises ClusterError, which says `what` was waited for, at the
-    deadline or as soon as one of the `watched` ended."""
+    """The first true answer of `check`. Raises ClusterError as soon as one of the `watched` ended, and as
+    `until` does with what `explain`, or they, last said."""
     watched = list(watched)
-    deadline = time.monotonic() + seconds
-    while True:
-        began = time.monotonic()
-        if answer := check():
-            return answer
-        taken = time.monotonic() - began
-        if ended := [process for process in watched if not process.running]:
+
+    def answer() -> T | None:
+        found = check()
+        if not found and (ended := [process for process in watched if not process.running]):
             raise ClusterError(f"while waiting for {what}: {ended[0].tail()}")
-        if time.monotonic() > deadline:
-            more = explain() if explain else "\n".join(process.tail() for process in watched)
-            raise ClusterError(f"{what}: not within {seconds:.0f} s\n{more}")
-        time.sleep(max(_POLL_SECONDS, 3 * taken))  # to ask may be a command, which takes what is waited for
+        return found
+
+    return until(answer, what, seconds, explain or (lambda: "\n".join(one.tail() for one in watched)))
 
 
 class Namespaces:

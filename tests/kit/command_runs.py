@@ -17,16 +17,18 @@ from kit.warm import Popen
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: str, seconds: float = 300.0) -> T:
+def until(
+    condition: Callable[[], T | None], what: str, seconds: float = 300.0, explain: Callable[[], str] = str
+) -> T:
     """Polls until `condition()` is true, and returns it. A tenth of the time at most goes into that: those
-    who are waited for need the cores."""
+    who are waited for need the cores. Raises AssertionError with `what` and `explain()` at the deadline."""
     deadline = time.monotonic() + seconds
     while True:
         began = time.monotonic()
         if found := condition():
             return found
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {seconds} s for {what}")
+            raise AssertionError(f"waited {seconds:g} s for {what}\n{explain()}".rstrip())
         time.sleep(min(2.0, max(0.02, 9 * (time.monotonic() - began))))
 
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -61,14 +61,11 @@ class Slurm:
 
     def until(self, what: str, *argv: object, says: str, seconds: float = 120) -> None:
         """Until the command prints that."""
-        self._until(what, lambda: says in self.run(*argv), seconds)
+        until(lambda: says in self.run(*argv), what, seconds, self._explain)
 
-    def _until(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
-        try:
-            until(condition, what, seconds)
-        except AssertionError as error:
-            logs = "".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log")))
-            raise AssertionError(f"{error}: {self.run('sinfo', '-N', '-l')}{logs}") from None
+    def _explain(self) -> str:
+        logs = [path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log"))]
+        return self.run("sinfo", "-N", "-l") + "".join(logs)
 
     def kill_node(self, name: str) -> None:
         """As a machine that loses its power: its slurmd and all below it."""
@@ -82,7 +79,7 @@ class Slurm:
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
         self._told.write(f"{name}\n")
         self._told.flush()
-        self._until(f"{name} back", partial(self._is_back, name), 300)
+        until(partial(self._is_back, name), f"{name} back", 300, self._explain)
 
     def _is_back(self, name: str) -> bool:
         # Of all nodes: asked for one alone (`--nodes`), slurmctld tells of cores what it last told of all.

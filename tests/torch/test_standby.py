@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from kit import plans
-from kit.cluster_process import wait_until
+from kit.command_runs import until
 
 from mlpipe._core import environment
 from mlpipe.plan import machine
@@ -67,7 +67,7 @@ def test_what_has_measured_is_forked_into_launchers_and_their_torchrun(tmp_path:
             assert 1e-4 < core.passes_seconds < 1e3
 
         wrong = begin()
-        wait_until("the launcher without a plan has ended", lambda: wrong.poll() is not None, _GUARD_SECONDS)
+        until(lambda: wrong.poll() is not None, "the launcher without a plan has ended", _GUARD_SECONDS)
         assert wrong.poll() == 2
         assert log.read_text().startswith(f"error: {path}: [Errno 2] No such file")
 
@@ -82,7 +82,7 @@ def test_what_has_measured_is_forked_into_launchers_and_their_torchrun(tmp_path:
             assert launcher.poll() is None, log.read_text()
             return records.exists() and '"kind":"step"' in records.read_text().replace(" ", "")
 
-        wait_until("a first step", steps, _GUARD_SECONDS)
+        until(steps, "a first step", _GUARD_SECONDS)
         (rank,) = map(int, [(tmp_path / "scratch" / "pid-0-0").read_text().split()[0]])
         torchrun = parent(parent(rank))
         assert parent(torchrun) == launcher.pid
@@ -99,8 +99,8 @@ def test_what_has_measured_is_forked_into_launchers_and_their_torchrun(tmp_path:
         assert parent(launcher.pid) not in process.members("d")
 
         os.kill(parent(launcher.pid), signal.SIGKILL)  # as it dies with its driver
-        wait_until("all has ended", lambda: not process.members("d"), _GUARD_SECONDS)
-        wait_until("whoever has it now has reaped it", lambda: launcher.poll() is not None, _GUARD_SECONDS)
+        until(lambda: not process.members("d"), "all has ended", _GUARD_SECONDS)
+        until(lambda: launcher.poll() is not None, "whoever has it now has reaped it", _GUARD_SECONDS)
         assert launcher.poll() == -signal.SIGKILL
         outcome = read_outcome(open_store(str(tmp_path / "store")), f"{plan.attempt_key}/outcome.json")
         assert outcome is not None
