@@ -84,3 +84,20 @@ class Deaf:
 
 def broken() -> Any:
     raise OSError("not today")
+
+
+class Looks:
+    """How many files and threads each of what stands above a rank has, a line a start, into `file`: its fork
+    server, torchrun and the launcher."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    def on_start(self, start: Any) -> None:
+        held, above = [], os.getppid()
+        for _ in range(3):
+            folder = Path("/proc", str(above))
+            held += [len(os.listdir(folder / part)) for part in ("fd", "task")]
+            above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        with self.file.open("a") as file:
+            file.write(json.dumps(held) + "\n")

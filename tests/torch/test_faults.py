@@ -18,6 +18,7 @@ from mlpipe.observe.runview import view_stage
 from mlpipe.plan.entry import Entry
 from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.validation import BestPlan, MetricPlan, ValidatePlan
+from mlpipe.plan.work import CallbackPlan
 from mlpipe.store import catalogue
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
@@ -249,15 +250,22 @@ def told(records):
 
 
 def test_six_restarts_in_place(stage):
+    """Of which none leaves a file or a thread in what goes on."""
     stage.hurry()
     counter = str(stage.folder / "counter")
     # Two forwards are the rehearsal. A restart adds one step or two: the second may still be committed.
     kill = user("misbehaving", what="kill", at=5, rank=1, counter=counter, times=6)
-    stage.next(model=kill, every=1, steps=2 * 6 + 4, launch={"max_restarts": 6})
+    held = CallbackPlan("kit.heard:Looks", {"file": str(stage.folder / "held")}, "first")
+    stage.next(model=kill, every=1, steps=2 * 6 + 4, launch={"max_restarts": 6}, callbacks=(held,))
     began = time.monotonic()
     assert plans.launch(stage.plan, stage.scratch, timeout=1200) == 0, stage.log()
     assert stage.outcome()["restarts"] == 6
     print(f"6 restarts in place took {time.monotonic() - began:.0f} s")
+    lines = (stage.folder / "held").read_text().splitlines()
+    (_, second, *_, last) = map(json.loads, lines)
+    assert len(lines) == 7
+    # of what each restart left open, however little, there would be five by now
+    assert all(now - before < 5 for now, before in zip(last, second, strict=True)), lines
 
 
 def test_signals_save_and_resume_is_exact(stage, expected):
