@@ -51,7 +51,7 @@ def token_folder(folder: Path, num_tokens: int) -> Path:
 
 def load(folder: Path, num_steps: int) -> dict[str, float]:
     """In a process of its own: tokens per CPU second, and MiB of memory that loading added."""
-    argv = [sys.executable, "-u", "-m", "benchmarks.data_worker", str(folder), str(num_steps)]
+    argv = [sys.executable, "-m", "benchmarks.data_worker", str(folder), str(num_steps)]
     root = Path(__file__).parents[1]
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300, cwd=root)
     return json.loads(done.stdout)

@@ -3,11 +3,12 @@ nothing else that mlpipe depends on. mlpipe is imported anew; a launcher that it
 
 from __future__ import annotations
 
-import atexit
 import runpy
 import subprocess
 import sys
 from typing import Any
+
+from kit.warm import Inside, call_of, has_one_thread
 
 ABSENT = (
     "pydantic", "pydantic_core", "minio", "prometheus_client", "click", "yaml", "kubernetes", "tokenizers",
@@ -24,18 +25,18 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
+class Begins(Inside):
+    """What a subprocess.Popen is there."""
+
+    def _execute_child(self, *given: Any) -> None:
+        call = call_of(self, *given)
+        if call["args"][1:3] == ["-m", "mlpipe.train.launcher"] and has_one_thread():
+            self._fork(call)
+        else:
+            super()._execute_child(*given)
+
+
 def main() -> None:
-    forked: Any = subprocess.Popen  # of kit/warm.py, as it is in a fork
-
-    class Begins(forked):  # type: ignore[misc]
-        def _execute_child(self, *given: Any) -> None:
-            call = forked._execute_child.__globals__["_call"](self, *given)
-            if call["args"][1:3] == ["-m", "mlpipe.train.launcher"]:
-                # whose end would else be that of the temporary folder of who starts it
-                self._fork(call | {"preexec_fn": atexit._clear})
-            else:
-                super()._execute_child(*given)
-
     for name in [*sys.modules]:
         if name.partition(".")[0] in (*ABSENT, "mlpipe"):
             del sys.modules[name]

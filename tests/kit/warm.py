@@ -164,7 +164,7 @@ class Popen(_Warm):
         super().__init__(args, **options)
 
     def _execute_child(self, *given: Any) -> None:
-        call = _call(self, *given)
+        call = call_of(self, *given)
         assert call["preexec_fn"] is None, "nothing runs between the fork and the module"
         asked = _asked(call, call["args"], _env(call), self._dies_with)
         self._begin(self._kind, call, replace(asked, network=self._network or asked.network))
@@ -174,7 +174,7 @@ _network = ""  # of this process, where it entered one
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]  # of the real one
 
 
-def _call(process: subprocess.Popen[Any], *given: Any) -> dict[str, Any]:
+def call_of(process: subprocess.Popen[Any], *given: Any) -> dict[str, Any]:
     return dict(_SIGNATURE.bind(process, *given).arguments)
 
 
@@ -302,7 +302,7 @@ def serve(kind: str, path: Path, session: int) -> None:
         _share_loop()
     gc.collect()
     gc.freeze()
-    if len(os.listdir("/proc/self/task")) != 1:
+    if not has_one_thread():
         raise RuntimeError(f"a server of {kind} has threads, which a fork would not have")
     listener = socket.socket(socket.AF_UNIX)
     fresh = path.with_suffix(".new")
@@ -357,11 +357,21 @@ def serve(kind: str, path: Path, session: int) -> None:
         path.parent.rmdir()
 
 
+def has_one_thread() -> bool:
+    """Else what a fork of it has may be held by a thread that it has not."""
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def _keep_at_end() -> None:
+    """What is registered now is not given back at the end of this process."""
+    for one in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        one.atexit = False
+
+
 def _spare_forks() -> None:
     """What would take 50 ms of each: at the end of one torch's 190 libraries give back all that they have
     registered, and with each first process group 170 packages are asked for backends of torch."""
-    for one in weakref.finalize._registry.values():  # type: ignore[attr-defined]
-        one.atexit = False
+    _keep_at_end()
     if "torch" not in sys.modules:
         return
     entry_points = metadata.entry_points
@@ -379,6 +389,7 @@ def _share_loop() -> None:
 
     class Sharing(c10d.ProcessGroupGloo):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> None:
+            assert not any(others.values()), f"no rank of a test is told {others}"
             interface = os.environ.get("GLOO_SOCKET_IFNAME")
             if not devices:
                 one = self.create_device(interface=interface) if interface else self.create_default_device()
@@ -469,9 +480,9 @@ def become(asked: _Asked, fds: Iterable[int], begun: socket.socket | None = None
     sys.stdout.reconfigure(write_through=at_once)
     sys.stderr.reconfigure(line_buffering=True, write_through=at_once)
     sys.argv = list(asked.argv[asked.argv.index("-m") + 1 :])
-    subprocess.Popen = _Inside  # type: ignore[misc]
+    subprocess.Popen = Inside  # type: ignore[misc]
     if handler := sys.modules.get(_HANDLER):
-        vars(handler)["Popen"] = _Inside
+        vars(handler)["Popen"] = Inside
     sitecustomize.shorten()
     if begun:
         begun.sendall(struct.pack("!i", os.getpid()))
@@ -535,16 +546,16 @@ _MODULE = [sys.executable, "-P", "-m"]  # as mlpipe starts its own
 _OF_LAUNCHER = ("mlpipe.train.torchrun", "mlpipe.train.preflight")
 
 
-class _Inside(_Warm):
+class Inside(_Warm):
     """What a subprocess.Popen is in a fork. All that is not named here is a new program."""
 
     def _execute_child(self, *given: Any) -> None:
-        call = _call(self, *given)
+        call = call_of(self, *given)
         argv = call["args"]
         if isinstance(argv, tuple):  # torchrun's
             argv = list(argv)
         if isinstance(argv, list) and argv[:3] == _MODULE and argv[3] in _OF_LAUNCHER:
-            if "torch" in sys.modules and len(os.listdir("/proc/self/task")) == 1:
+            if "torch" in sys.modules and has_one_thread():
                 self._fork(call)
                 return
         elif isinstance(argv, list) and "KIT_WARM" in os.environ and (begins := _kind_of(argv, _env(call))):
@@ -554,12 +565,13 @@ class _Inside(_Warm):
         super()._execute_child(*given)  # type: ignore[misc]
 
     def _fork(self, call: dict[str, Any]) -> None:
-        """Of this process, the launcher, which has no thread yet."""
+        """Of this process, which has one thread; at its end nothing is given back that is this one's."""
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 if call["preexec_fn"]:
                     call["preexec_fn"]()
+                _keep_at_end()
                 become(_asked(call, call["args"], _env(call), None), _streams(call))
             finally:
                 os._exit(70)
@@ -569,12 +581,12 @@ class _Inside(_Warm):
 def _kind_of(
     argv: list[str], env: dict[str, str]
 ) -> tuple[str, list[str], dict[str, str], tuple[int, int] | None] | None:
-    """Of a driver, of a benchmark's rank that torch's own torchrun starts, or of what runs a stage by its
-    plan, started by a driver's child.py, by the supervisor of replicas or on a rented machine: the kind of
-    its server, its argv and environment, whom it dies with."""
+    """Of a driver, of a benchmark's own process or a rank that torch's torchrun starts of it, or of what runs
+    a stage by its plan, started by a driver's child.py, by the supervisor of replicas or on a rented machine:
+    the kind of its server, its argv and environment, whom it dies with."""
     if argv[:4] == [*_MODULE, "mlpipe.cli"]:
         return "cli", argv, env, None
-    if argv[1:3] == ["-u", "-m"] and argv[3].startswith("benchmarks."):
+    if "-m" in argv[1:3] and argv[argv.index("-m") + 1].startswith("benchmarks."):
         # torch's DistributedDataParallel imports the compiler
         return "ranks", argv, env, (os.getpid(), int(signal.SIGKILL))
     dies_with = None
@@ -601,4 +613,6 @@ def of_plan(plan: Plan, env: dict[str, str]) -> tuple[str, dict[str, str]]:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    from kit import warm  # by the name by which its forks import it
+
+    warm.serve(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
