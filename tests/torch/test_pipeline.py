@@ -273,6 +273,7 @@ def test_waiting_for_other_stages_is_told_apart_from_collectives(folder, single,
     for trained, rank in ((pairs["1f1b"], 0), (pairs["zero_bubble"], 1), (single["tied"], 0)):
         found = plans.records(folder / "store", trained, rank)
         steps = [one for one in found if one["kind"] == "step"]
+        assert len(steps) == trained.work.training.steps
         assert all((one.get("bubble_seconds", 0) > 0) == (trained is not single["tied"]) for one in steps)
         assert all(sum(one.get(part, 0) for part in parts) <= one["seconds"] * 1.001 for one in steps)
 
