@@ -107,6 +107,9 @@ TIED, FREE = ({"num_layers": 2, "vocab_size": 8192, "tied": tied} for tied in (T
         (FREE, "fp32", "none", "logits", 4, 2, ()),  # the gradient of the head, beside all others
         (TIED, "fp32", "none", "logits", 4, 1, ()),  # that of the embedding is added to it, and the sum
         (TIED, "fp32", "full", "logits", 4, 2, ()),
+        # neither activations nor copies of the blocks below those that are trained
+        (MANY, "fp32", "none", "logits", 128, 1, ("embed*", "layers.[0-4].*")),
+        (MANY, "bf16", "none", "logits", 128, 1, ("embed*", "layers.[0-4].*")),
         # the gradient of an embedding alone, beside what it is added to
         (FREE, "bf16", "full", "logits", 4, 2, ("layers.*", "lm_head.*")),
     ],

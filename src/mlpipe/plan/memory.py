@@ -105,15 +105,15 @@ def whole(work: RankWork) -> RankTensors:
 def _copied(work: RankWork, in_all: int) -> tuple[Moment, int, int]:
     """Autocast keeps its copies of the weights, `in_all` bytes, until the forward pass ends (of frozen ones
     those of a block), and autograd each until its backward pass, of what is recomputed, which casts anew,
-    while a block is. The end of the forward pass, with them all; then bytes of the copies when all gradients
-    are there, which are a block's, and at the loss. A loss in one with the head is within the forward pass,
-    that of a model that was traced may be."""
+    while a block is, and none of blocks that no backward pass reaches. The end of the forward pass, with
+    them all; then bytes of the copies when all gradients are there, which are a block's, and at the loss. A
+    loss in one with the head is within the forward pass, that of a model that was traced may be."""
     parameters, activations = work.parameters, work.activations
     width = COMPUTE_BYTES[work.step.precision]
     outside = width * (parameters.outside - parameters.looked_up) if in_all else 0
     block = (in_all - outside) // max(1, parameters.num_blocks)
     if work.step.checkpointing == "none":
-        return Moment(0), block, in_all
+        return Moment(0), block, max(block, in_all - (width * parameters.unreached if in_all else 0))
     loss_bytes = activations.kept_logit_bytes
     if work.step.fused_head or not activations.logit_bytes:
         loss_bytes = work.held_bytes - total(activations.saved)

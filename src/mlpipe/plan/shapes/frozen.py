@@ -27,7 +27,8 @@ from mlpipe.plan.tensors import COMPUTE_BYTES, Tensors
 @dataclass(frozen=True)
 class Frozen:
     """`whole` without what `patterns` match. FLOPs and MFU stay those of the whole model, by whose convention
-    they are compared; activations are counted as if all were trained."""
+    they are compared. Blocks below the lowest trained parameter keep no activations; the others, and the
+    stages of a pipeline, count as if all of them were trained."""
 
     whole: Dense
     patterns: tuple[str, ...]
@@ -71,7 +72,8 @@ class Frozen:
             if any(one.name == "embed_tokens.weight" for one in self.trained)
             else 0,
         )
-        return whole._replace(trained_only=trained)
+        unreached = (whole.num_blocks - self._num_reached) * whole.block
+        return whole._replace(trained_only=trained, unreached=unreached)
 
     @property
     def widths(self) -> Mapping[str, int]:
@@ -82,9 +84,23 @@ class Frozen:
 
     def activations(self, step: StepShape, device: str) -> Activations:
         activations = self.whole.activations(step, device)
+        if step.part.num_blocks is None:  # of a pipeline's stages each would have blocks of its own
+            num_blocks = max(1, self._num_reached)  # what a block only makes is there for a while, too
+            above = step._replace(part=step.part._replace(num_blocks=num_blocks))
+            activations = self.whole.activations(above, device)._replace(made=activations.made)
         if self._trains_head:
             return activations
         return activations._replace(head_gradient_bytes=0, tied_bytes=0)
+
+    @cached_property
+    def _num_reached(self) -> int:
+        """Blocks through which a backward pass goes: down to the lowest in which something is trained, or to
+        the embedding."""
+        num_layers = self.whole.config.num_layers
+        return num_layers - min(
+            (0 if one.name.startswith("embed") else num_layers if one.block is None else one.block)
+            for one in self.trained
+        )
 
     @cached_property
     def _trains_head(self) -> bool:
@@ -95,18 +111,14 @@ class Frozen:
         """A backward pass goes down to the lowest parameter that is trained; of a frozen matrix it has one
         product fewer."""
         seconds, config = self.whole.pass_seconds(step, kernels), self.whole.config
-        lowest = min(
-            (-1 if one.name.startswith("embed") else config.num_layers if one.block is None else one.block)
-            for one in self.trained
-        )
-        reached = (config.num_layers - max(0, lowest)) / config.num_layers
+        reached = self._num_reached / config.num_layers
         share = _block_matrices(self.trained) / _block_matrices(config.named_tensors())
         gradients = self.whole.weight_gradient_seconds(step, kernels)
         block = reached * (seconds.backward_block - gradients) + share * gradients
         names = {one.name for one in self.trained}
         head = seconds.backward_outside - self.whole.embedding_seconds(step, kernels)
         has_table = "embed_tokens.weight" in names
-        below = lowest < config.num_layers or "norm.weight" in names
+        below = self._num_reached > 0 or "norm.weight" in names
         outside = head * (below + self._trains_head) / 2 + (seconds.backward_outside - head) * has_table
         return seconds._replace(backward_block=block, backward_outside=outside)
 

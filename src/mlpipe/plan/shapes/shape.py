@@ -40,7 +40,7 @@ class ParameterCounts(NamedTuple):
     equally many in each block: rows, parameters a row, bytes a row, and their number. `stacks`: of the
     blocks' matrices those that are several, one below the other: rows, parameters a row, how many such
     tensors there are, and matrices in each. `looked_up`: of an embedding that is no head, which no product
-    reads."""
+    reads. `unreached`: of blocks below all that is trained, to which no backward pass goes."""
 
     total: int
     block: int
@@ -54,6 +54,7 @@ class ParameterCounts(NamedTuple):
     quantized: tuple[tuple[int, int, int, int], ...] = ()
     stacks: tuple[tuple[int, int, int, int], ...] = ()
     looked_up: int = 0
+    unreached: int = 0
 
     @property
     def trained(self) -> "ParameterCounts":
