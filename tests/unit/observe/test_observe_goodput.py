@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.synthetic_run import BEGIN, Life, stage_state, write_run, write_train_stage
 
@@ -210,7 +210,11 @@ def test_attempts_fill_the_wall_time_of_a_run_and_only_they_are_paid():
     assert add([ledger, ledger]).cost_usd == pytest.approx(2 * ledger.cost_usd)
 
 
-@settings(max_examples=40)
+STALLED = line("checkpoint", 5, step=1, stall_seconds=100)  # longer than there was time between steps
+
+
+@example([Attempt(0, 0, 10, 1, {0: [start(0), STALLED, step(10, 1, compute_seconds=9)]})])
+@settings(max_examples=60)
 @given(attempts())
 def test_the_buckets_sum_to_ranks_times_wall_time(many):
     ledger = account(many)
