@@ -1,4 +1,5 @@
-"""Why each axis of the mesh that shares samples is used, or is not, in a sentence each."""
+"""Why each axis of the mesh that shares samples is used, or is not, in a sentence each. Meshes that cannot be
+chosen are not all tried."""
 
 from __future__ import annotations
 
@@ -45,17 +46,19 @@ def axis_reasons(
 def _used(axis: str, size: int, without: Sequence[Candidate], chosen: Candidate) -> str:
     least = min((candidate.step_seconds for candidate in without), default=math.inf)
     if math.isinf(least):
-        return f"{axis} {size} is used: nothing fits without it."
+        return f"{axis} {size} is used: nothing that was tried without it fits."
     if least < chosen.step_seconds and not is_tight(chosen):
         roomy = [candidate for candidate in without if not is_tight(candidate)]
         if not roomy:
-            return f"{axis} {size} is used: what fits without it leaves little memory free."
+            return f"{axis} {size} is used: what was tried without it and fits leaves little memory free."
         least = min(candidate.step_seconds for candidate in roomy)
-        words = "without it a step that leaves memory free takes"
+        words = " that leaves memory free"
     else:
-        words = "without it a step takes"
+        words = ""
     ratio = least / chosen.step_seconds
-    return f"{axis} {size} is used: {words} {ratio:.2f} times the time at the least."
+    return (
+        f"{axis} {size} is used: the fastest step tried without it{words} takes {ratio:.2f} times the time."
+    )
 
 
 def _never(axis: str, spec: Train, shape: ModelShape) -> str | None:
@@ -74,7 +77,7 @@ def _unused(axis: str, with_it: Sequence[Candidate], chosen: Candidate, search: 
         return f"{axis} is not used: no size worth a try splits model and batch evenly over the workers."
     if with_it:
         ratio = min(candidate.step_seconds for candidate in with_it) / chosen.step_seconds
-        return f"{axis} is not used: with it a step takes {ratio:.2f} times the time at the least."
+        return f"{axis} is not used: the fastest step tried with it takes {ratio:.2f} times the time."
     least = format_step_seconds(bound)
     if bound > chosen.step_seconds:
         return f"{axis} is not used: no step with it is shorter than {least}."

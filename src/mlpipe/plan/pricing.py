@@ -159,16 +159,16 @@ class Pricer:
     def _candidate(self, strategy: Strategy, layout: Layout, choices: Choices, *, asked: bool) -> Candidate:
         mesh = layout.mesh
         ranks = [self._on_one_rank(choices, mesh, part) for part in self._parts(mesh)]
-        slowest = max(ranks, key=lambda rank: rank.passes.compute)
-        step, hardware, training = slowest.work.step, self.hardware, self.training
-        layout = layout._replace(exchanged=self._exchanged(slowest.work.parameters, layout))
+        hardware, training, step = self.hardware, self.training, ranks[0].work.step
         needs = self._fullest(ranks, layout)
         available, often = hardware.memory_bytes, choices.communication != "resident"
         if often and needs.total > available and step.accumulation > 1 and mesh.dp_shard > 1:
             layout = layout._replace(reduce_gradients="every")  # more to send, less to keep
             needs = self._fullest(ranks, layout)
         needed = needs.total
-        seconds = self._seconds(layout, slowest.work, self._packed(mesh, choices, slowest.passes))
+        # of a pipeline one with more blocks may send more than the one with the head computes
+        each = [self._seconds(layout, one.work, self._packed(mesh, choices, one.passes)) for one in ranks]
+        seconds, slowest = max(zip(each, ranks, strict=True), key=lambda pair: pair[0].total)
         num_tokens = self.num_tokens
         rate = num_tokens / seconds.total
         peak = hardware.speed.peak_flops[step.precision] * mesh.world_size
@@ -333,6 +333,11 @@ class Pricer:
             self._kernels[step.precision] = Kernels(step.precision, step.compiled, device, speed)
         return self._kernels[step.precision]
 
+    def _of_rank(self, layout: Layout, work: RankWork) -> Layout:
+        """With what this rank tells others beside its gradients, or instead of them."""
+        exchanged = self._exchanged(work.parameters, layout)
+        return layout if exchanged is None else layout._replace(exchanged=exchanged)
+
     def _exchanged(self, parameters: ParameterCounts, layout: Layout) -> Exchanged | None:
         compress, trained = self.training.compress, parameters.trained
         if (local := self.training.islands) is not None:
@@ -369,7 +374,10 @@ class Pricer:
     def _needs(self, ranks: list[Rank], layout: Layout) -> list[MemoryEstimate]:
         hardware = self.hardware
         estimates = (
-            memory.estimate(rank.work._replace(layout=layout), hardware.device, rank.alone) for rank in ranks
+            memory.estimate(
+                rank.work._replace(layout=self._of_rank(layout, rank.work)), hardware.device, rank.alone
+            )
+            for rank in ranks
         )
         return [one.scaled(hardware.speed.memory_ratio) for one in estimates]
 
@@ -391,6 +399,7 @@ class Pricer:
 
     def _seconds(self, layout: Layout, work: RankWork, step_passes: Passes) -> StepSeconds:
         hardware, training, mesh = self.hardware, self.training, layout.mesh
+        layout = self._of_rank(layout, work)
         step = work.step._replace(accumulation=step_passes.accumulation)
         activations, wire, trained = work.activations, self._wire, work.parameters.trained
         allocating = allocation_seconds(

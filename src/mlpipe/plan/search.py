@@ -135,8 +135,8 @@ def search(
     def look(number: int, mesh: Mesh, choices: Sequence[Choices]) -> None:
         result.num_points += 1
         bounds = {axis: result.bounds.get(axis, math.inf) for axis in _AXES if getattr(mesh, axis) > 1}
-        # half of the points: computing alone takes longer than whatever may be found or told
-        too_long = max(limit * ROOM_WINDOW, *bounds.values()) if prune else math.inf
+        # of most, computing alone takes longer than whatever may be found or told
+        too_long = max((limit * ROOM_WINDOW, *bounds.values())) if prune else math.inf
         seconds = pricer.least_seconds(mesh, choices[0], too_long)
         if seconds < too_long:
             result.bounds |= {axis: min(seconds, bound) for axis, bound in bounds.items()}

@@ -77,21 +77,34 @@ def test_pruning_loses_nothing(preset: str, batch: int, gib: int, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("preset", "changes"), [("llama-8b", []), ("llama-70b", ["train.freeze=[layers.*]"])]
+    ("preset", "changes", "mesh", "sizes"),
+    [
+        ("llama-8b", [], Mesh(dp_shard=16), (1, 2)),
+        ("llama-8b", [], Mesh(dp_shard=8, tp=2), (1, 2)),
+        ("llama-70b", ["train.freeze=[layers.*]"], Mesh(dp_shard=2, tp=8), (1, 2)),
+        # the rank with the head computes most, those with more blocks send more: they set the pace
+        (
+            "llama-1b",
+            ["train.resources.gpu=L40S", "train.data.batch_size=96", "train.model.seq_len=2048"],
+            Mesh(pp=4, dp_shard=2, tp=2),
+            (12,),
+        ),
+    ],
 )
-def test_bounds_are_below_every_layout_of_the_data_axes(preset: str, changes: list[str]) -> None:
+def test_bounds_are_below_every_layout_of_the_data_axes(
+    preset: str, changes: list[str], mesh: Mesh, sizes: tuple[int, ...]
+) -> None:
     spec, shape, hardware = asked(*sized(preset, 2, 32), *changes)
     pricer = Pricer(shape, candidates._training(spec), hardware)
-    for mesh in (Mesh(dp_shard=16), Mesh(dp_shard=8, tp=2), Mesh(dp_shard=2, tp=8)):
-        for size in (1, 2):
-            for mode in ("none", "full"):
-                choices = candidates.Choices(size, mode, "bf16")
-                seconds, num_bytes = pricer.least_seconds(mesh, choices), pricer.least_bytes(mesh, choices)
-                for strategy, layout in search.layouts(mesh, hardware):
-                    found = pricer.candidate(strategy, layout, choices, asked=True)
-                    assert found.memory is not None
-                    assert found.memory.total >= num_bytes
-                    assert found.step_seconds >= seconds
+    for size in sizes:
+        for mode in ("none", "full"):
+            choices = candidates.Choices(size, mode, "bf16")
+            seconds, num_bytes = pricer.least_seconds(mesh, choices), pricer.least_bytes(mesh, choices)
+            for strategy, layout in search.layouts(mesh, hardware):
+                found = pricer.candidate(strategy, layout, choices, asked=True)
+                assert found.memory is not None
+                assert found.memory.total >= num_bytes
+                assert found.step_seconds >= seconds
 
 
 @pytest.mark.parametrize("preset", ["llama-8b", "llama-3b"])
@@ -256,11 +269,12 @@ def test_words_are_those_of_what_decided() -> None:
     )
     assert "; the fastest of 2 that fit" in choose([candidate(1.0, 0.5), near])[1]
     told = axis_reasons._used("tp", 2, [candidate(1.0, 0.97)], near)
-    assert told == "tp 2 is used: what fits without it leaves little memory free."
+    assert told == "tp 2 is used: what was tried without it and fits leaves little memory free."
     told = axis_reasons._used("tp", 2, [candidate(1.0, 0.97), candidate(2.1, 0.5)], near)
     assert (
         told
-        == "tp 2 is used: without it a step that leaves memory free takes 2.00 times the time at the least."
+        == "tp 2 is used: the fastest step tried without it that leaves memory free takes 2.00 times the "
+        "time."
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kit.rendered import QUICKSTART, pipeline_of, plan_of
 
-from mlpipe.plan.plan import Plan
+import mlpipe
+from mlpipe.plan.plan import Plan, code_digest
 
 pytestmark = pytest.mark.unit
 
@@ -115,3 +117,27 @@ def test_a_plan_without_a_choice_of_optimizers_is_of_adamw(kind: str) -> None:
         "schedule": "cosine", "warmup_steps": 15, "decay_steps": 0, "min_lr_ratio": 0.1,
     }  # fmt: skip
     assert Plan.from_json(json.dumps(document)) == new
+
+
+def test_code_is_another_one_by_each_byte_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what ends a file begins the next one's name, and of files that are read in pieces."""
+    long = "#" * (2**16 + 1)
+    trees = [
+        {"a.py": "foo", "x/b.py": ""},
+        {"a.py": "foo/x", "b.py": ""},
+        {"a.py": "foo", "x/c.py": ""},
+        {"a.py": long, "b.py": ""},
+        {"a.py": long[1:], "b.py": ""},
+    ]
+    digests = set()
+    for number, tree in enumerate(trees):
+        for name, text in {**tree, "notes.txt": str(number), "__pycache__/a.py": str(number)}.items():
+            file = tmp_path / str(number) / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        monkeypatch.setattr(mlpipe, "__file__", str(tmp_path / str(number) / "__init__.py"))
+        digests.add(code_digest.__wrapped__())
+    assert len(digests) == len(trees)
+    for name in ("notes.txt", "__pycache__/a.py"):
+        (tmp_path / str(number) / name).write_text("another")
+    assert code_digest.__wrapped__() in digests
