@@ -58,8 +58,10 @@ def _leave_with(lender: int) -> None:
     poll = select.poll()
     poll.register(lender, select.POLLIN)
     poll.poll()
-    give_back()
-    os._exit(_LEFT)
+    try:
+        give_back()
+    finally:
+        os._exit(_LEFT)
 
 
 def was_left(error: BaseException | None) -> bool:

@@ -94,8 +94,10 @@ class Stop:
 
 
 def _leave_at_once() -> None:
-    debugger.give_back()
-    os._exit(128 + signal.SIGTERM)
+    try:
+        debugger.give_back()
+    finally:
+        os._exit(128 + signal.SIGTERM)
 
 
 def _died(pid_file: Path) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from bdb import BdbQuit
+from contextlib import suppress
 
 import pytest
 
 from mlpipe._core.errors import TrainError
-from mlpipe.train import outcome
+from mlpipe.train import debugger, outcome, stop
 from mlpipe.train.debugger import no_breakpoints
 
 pytestmark = pytest.mark.unit
@@ -35,3 +38,20 @@ def test_without_breakpoints_none_stops_until_it_is_over(monkeypatch):
     assert stopped == []
     breakpoint()
     assert stopped == [1]
+
+
+def test_a_rank_that_cannot_give_the_terminal_back_leaves_all_the_same(monkeypatch):
+    def fails():
+        raise ValueError("no terminal of this kind is known")
+
+    codes: list[int] = []
+    monkeypatch.setattr(debugger, "give_back", fails)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    lender = subprocess.Popen(["true"])
+    ended = os.pidfd_open(lender.pid)
+    lender.wait()
+    for leave in (stop._leave_at_once, lambda: debugger._leave_with(ended)):
+        with suppress(ValueError):  # from behind an _exit that returns
+            leave()
+    os.close(ended)
+    assert codes == [143, 129]
