@@ -27,6 +27,7 @@ from mlpipe.train.data.datasets import open_dataset
 from mlpipe.train.data.first_samples import changes, digest, digests
 from mlpipe.train.data.loader import MicrobatchLoader, ReadAhead
 from mlpipe.train.data.microbatch import Microbatch, collate
+from mlpipe.train.prepare import _other_firsts
 from mlpipe.train.steps_ahead import Growth, StepsAhead, steps_ahead
 from mlpipe.train.world import World
 
@@ -294,6 +295,10 @@ def test_a_resume_with_another_first_sample_says_so_and_goes_on(folder):
     assert digest(twice, 2) not in ("-", digest({**twice, "index": torch.tensor([5, 5])}, 2))
     for odd in (torch.tensor([1.0, 2.0]), torch.ones(4), torch.tensor(1.0), torch.ones(2, 2).to_sparse()):
         assert digest({**twice, "x": odd}, 2) == "-"
+    assert "-" not in {digest({"x": torch.tensor([[nan]] * 2)}, 2) for nan in (float("nan"), 0.0)}
+    assert digest({"x": torch.tensor([float("nan"), 0.0])}, 2) == "-"
+    alike = torch.ones(2, 2), torch.ones(2, 2, 1), torch.ones(2, 2).view(torch.int32)  # in their bytes
+    assert len({digest({"x": values}, 2) for values in alike}) == 3
     rows = torch.ones(2, 3)  # a column of it, and a turned one, lie apart in memory
     assert digest({"x": rows[:, -1], "y": torch.ones(3, 2).T}, 2) != "-"
 
@@ -320,6 +325,9 @@ def test_of_a_mixture_each_source_is_known_by_its_first_sample():
     assert changes(dataset, data, before.replace("-", "0"), now) == [note]
     assert changes(dataset, data, now, now) == changes(dataset, data, "- - -", now) == []
     assert mixed(drawn, drawn)[2] is None
+    plan = SimpleNamespace(meaning={}, data=data)
+    assert _other_firsts({"first_samples": before}, dataset, plan, now) == [note]
+    assert _other_firsts({"first_sample": before}, dataset, plan, now) == []  # an older checkpoint's
 
 
 class Flipped:

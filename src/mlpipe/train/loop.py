@@ -59,7 +59,7 @@ class Loop:
     profiling: Profiling
     validation: Validation | None = None
     loss_scale: LossScale | None = None  # None: of a precision that needs none
-    first_sample: str | None = None  # digests of the sources', of data sets of the user's own
+    first_samples: str | None = None  # digests of the sources', of data sets of the user's own
     sums: NodeSums | None = None  # None: of ranks on several nodes, or that tell each other more
     last_save: float = field(default_factory=time.monotonic)
 
@@ -283,8 +283,8 @@ class Loop:
         }
         if (files := fingerprint(self.reader.loader.dataset)) is not None:
             scalars["data_files"] = files
-        if self.first_sample is not None:
-            scalars["first_sample"] = self.first_sample
+        if self.first_samples is not None:
+            scalars["first_samples"] = self.first_samples
         if (streams := self.reader.state(position.step)) is not None:
             scalars["streams"] = streams
         if self.model.kept is not None:

@@ -179,7 +179,7 @@ def prepare(session: Session, plan: TrainPlan, progress: list[int], callbacks: C
         sums=sums,
         validation=validation,
         loss_scale=loss_scale,
-        first_sample=first,
+        first_samples=first,
     )
 
 
@@ -350,7 +350,8 @@ def check_files(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, run_id: 
 
 def _other_firsts(scalars: dict[str, Any], dataset: Any, plan: TrainPlan, now: str | None) -> list[str]:
     """Notes of other first samples, where the same data are meant, cut and padded alike."""
-    before, length = scalars.get("first_sample"), "model.seq_len"
+    # "first_sample" of older checkpoints: digests without shapes and dtypes, which no new one equals
+    before, length = scalars.get("first_samples"), "model.seq_len"
     if before is None or now is None or not _has_data_of(scalars, plan):
         return []
     is_as_long = scalars.get("meaning", {}).get(length) == plan.meaning.get(length)

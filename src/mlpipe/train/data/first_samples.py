@@ -53,11 +53,16 @@ def digest(batch: Batch, number: int) -> str:
         is_plain = values.layout == torch.strided and not values.is_nested
         if not is_plain or values.shape[:1] != (number,):
             return _UNKNOWN
-        if not all(torch.equal(values[0], value) for value in values[1:]):
+        one, *others = {_bytes(value) for value in values}  # a NaN is like itself there
+        if others:
             return _UNKNOWN
-        one = torch.empty(values[0].shape, dtype=values.dtype).copy_(values[0])  # without its strides
-        found.update(name.encode() + one.reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(f"{name} {values.dtype} {[*values.shape[1:]]} ".encode() + one)
     return found.hexdigest()[:16]
+
+
+def _bytes(value: torch.Tensor) -> bytes:
+    plain = torch.empty(value.shape, dtype=value.dtype).copy_(value)  # without its strides
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _looks(dataset: Any, source: int, number: int) -> Batch:
