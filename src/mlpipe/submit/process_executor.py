@@ -127,12 +127,13 @@ def check_fits(plan: Plan, num_gpus: int) -> None:
 
 
 def command_line(plan: Plan, scratch: Path) -> tuple[list[str], dict[str, str]]:
-    """argv and the environment that is added to ours: what `--dry-run` prints and `start` starts."""
+    """argv and the environment that is added to ours: what `--dry-run` prints, where `{{stages.NAME.output}}`
+    stands until that one is made, and `start` starts."""
     argv, env = stage_command(plan, scratch)
     if plan.kind.runs != "command":
         return argv, env
     folder = str(scratch / "output")
-    argv = [placeholders.resolve(word, {"output": folder}) for word in plan.work.argv]
+    argv = placeholders.fill(list(plan.work.argv), {"output": folder})
     return argv, {**env, environment.OUTPUT: folder}
 
 

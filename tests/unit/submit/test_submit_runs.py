@@ -379,11 +379,15 @@ def test_what_dry_run_prints_is_what_runs(cli: Cli):
     show = (
         'echo "$0 $1" > "$1/seen"; env | grep -E "^(MLPIPE_|GREETING)" | grep -v DRIVER | sort >> "$1/seen"'
     )
-    write_spec(cli.folder, {"a": shell(show)}, a={"env": {"GREETING": "hello"}})
+    later = [*shell('echo "$0 $1" > "$0/seen"')[:3], "{{output}}", "{{{{ {{stages.a.output}}/seen"]
+    write_spec(cli.folder, {"a": shell(show), "b": later}, {"b": ["a"]}, a={"env": {"GREETING": "hello"}})
     printed = cli.json("submit", "pipeline.yaml", "--run-id", "r", "--dry-run")
     assert not cli.store.exists()
     cli("run", "pipeline.yaml", "--run-id", "r")
-    stage = printed["stages"][0]
+    stage, after = printed["stages"]
+    assert after["argv"][-1] == later[-1]  # the output of a stage that has made none yet stays its name
+    seen_later = f"{after['argv'][-2]} {{{{ {cli.store}/runs/r/stages/a/outputs/files/seen\n"
+    assert (cli.store / "runs/r/stages/b/outputs/files/seen").read_text() == seen_later
     plan = json.loads((cli.store / "runs/r/stages/a/attempt-1/plan.json").read_text())
     assert stage["plan"] == plan
     seen = (cli.store / "runs/r/stages/a/outputs/files/seen").read_text().splitlines()
