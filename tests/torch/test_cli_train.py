@@ -139,6 +139,7 @@ def test_a_detached_training_is_cancelled_and_its_failed_gate_names_commands_tha
     assert newest["step"] == last
     blob = cli.store / newest["key"] / "model-00001"
     blob.write_bytes(blob.read_bytes()[:-1] + b"!")
+    assert "block 0 is corrupt" in cli("models", "promote", "r", "--as", "by-hand", code=4).stderr
     damaged = cli.json(*shlex.split(less), code=4)["stages"]["evaluate"]["message"]
     assert f"the checkpoint of step {last} is damaged: {newest['key']}/model-00001: block 0 is" in damaged
     (discard,) = re.findall(r"mlpipe (checkpoints discard .*),", damaged)

@@ -67,7 +67,7 @@ def show(session: CliSession, name: str, version: str | None) -> None:
 @shared
 @click.pass_obj
 def promote(session: CliSession, run_id: str, name: str, alias: str | None, stage: str | None) -> None:
-    """Register the latest checkpoint of a run by hand, whatever a gate says."""
+    """Register the latest checkpoint of a run by hand, whatever a gate says. Exits 4 if it is not sound."""
     from mlpipe.cli.outcome import last_checkpoint
     from mlpipe.kinds.promote.driver import promote as register
     from mlpipe.kinds.promote.plan import PromotePlan

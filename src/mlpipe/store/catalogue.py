@@ -33,7 +33,7 @@ from mlpipe.store.folder import FolderStore
 from mlpipe.store.manifest import MANIFEST, MAX_BYTES, Blob, Manifest, add_checksum, check, strip_checksum
 
 __all__ = [
-    "Blob", "Checkpoint", "best", "check_whole", "commit", "discard", "fence", "give_up",
+    "Blob", "Checkpoint", "best", "check_whole", "commit", "damages", "discard", "fence", "give_up",
     "latest", "list_checkpoints", "load_manifest", "mark_best", "new_prefix",
     "prune", "read_best", "read_blob", "step_of", "verify", "write_blob",
 ]  # fmt: skip
@@ -180,22 +180,25 @@ def verify(store: Store, prefix: str) -> list[str]:
     try:
         manifest = load_manifest(store, prefix)
     except StoreError as error:
-        return [f"{error.where}: {error.message}"]
+        return [error.told]
+    return [error.told for error in damages(store, prefix, manifest["blobs"])]
+
+
+def damages(store: Store, prefix: str, blobs: Sequence[Blob]) -> Iterator[StoreError]:
+    """Reads every byte of `blobs` of the checkpoint at `prefix`, each once: what is wrong with them."""
     sizes = {info.key: info.size_bytes for info in store.list(prefix)}
-    problems: list[str] = []
-    for blob in manifest["blobs"]:
-        missing = missing_objects(blob, sizes)
-        problems += missing or _corrupt_blocks(store, blob)
-    return problems
+    for blob in blobs:
+        missing = [DamagedError(problem) for problem in missing_objects(blob, sizes)]
+        yield from missing or _corrupt_blocks(store, blob)
 
 
-def _corrupt_blocks(store: Store, blob: Blob) -> Iterator[str]:
+def _corrupt_blocks(store: Store, blob: Blob) -> Iterator[StoreError]:
     buffer = memoryview(bytearray(min(blob["block_bytes"], blob["size_bytes"])))
     for start in range(0, blob["size_bytes"], blob["block_bytes"]):
         try:
             read_blob(store, blob, start, buffer[: blob["size_bytes"] - start])
         except StoreError as error:
-            yield f"{error.where}: {error.message}"
+            yield error
 
 
 def prune(store: Store, stage_key: str, keep: int, in_use: Collection[str] = ()) -> list[str]:

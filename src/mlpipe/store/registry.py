@@ -21,7 +21,7 @@ from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe._core.ids import is_name, new_attempt_uuid
 from mlpipe._core.serial import from_plain
 from mlpipe.store.base import Store
-from mlpipe.store.catalogue import commit, load_manifest
+from mlpipe.store.catalogue import commit, damages, load_manifest
 from mlpipe.store.leases import CLOCKS_SECONDS
 from mlpipe.store.manifest import MANIFEST, Blob, Manifest, Tensor, part_objects
 
@@ -47,8 +47,9 @@ class Model:
 
 def promote(store: Store, name: str, alias: str | None, prefix: str, lineage: Mapping[str, Any]) -> int:
     """Makes the checkpoint at `prefix` the next version of model `name`, points `alias` at it, and returns
-    the version. Only tensors named `model.*` are taken. Two promoters at once get two versions. `lineage`:
-    JSON (run, stage, spec digest, git commit, data digest, metrics)."""
+    the version. Only tensors named `model.*` are taken; what they lie in is read first. Two promoters at once
+    get two versions. `lineage`: JSON (run, stage, spec digest, git commit, data digest, metrics). Raises
+    StoreError (input) for bad names and a checkpoint without a model; DamagedError: nothing is written."""
     _check_name(name)
     if alias is not None:
         _check_alias(alias)
@@ -56,9 +57,12 @@ def promote(store: Store, name: str, alias: str | None, prefix: str, lineage: Ma
     tensors = {key: value for key, value in source["tensors"].items() if key.startswith("model.")}
     if not tensors:
         raise StoreError("the checkpoint holds no model", where=prefix, kind="input")
+    used = sorted({chunk["blob"] for tensor in tensors.values() for chunk in tensor["chunks"]})
+    for error in damages(store, prefix, [source["blobs"][index] for index in used]):
+        raise error
     version = _claim(store, name)
     key = _version_key(name, version)
-    blobs, tensors = _moved(source, tensors, prefix, key)
+    blobs, tensors = _moved(source, tensors, used, prefix, key)
     copies = [
         (old_part[0], new_part[0])
         for index, blob in blobs.items()
@@ -83,11 +87,10 @@ def promote(store: Store, name: str, alias: str | None, prefix: str, lineage: Ma
 
 
 def _moved(
-    source: Manifest, tensors: dict[str, Tensor], prefix: str, key: str
+    source: Manifest, tensors: dict[str, Tensor], used: Sequence[int], prefix: str, key: str
 ) -> tuple[dict[int, Blob], dict[str, Tensor]]:
-    """The blobs that `tensors` lie in, by their old number, with keys under `key`; and the tensors with new
-    blob numbers."""
-    used = sorted({chunk["blob"] for tensor in tensors.values() for chunk in tensor["chunks"]})
+    """The blobs that `tensors` lie in, by their old number (`used`), with keys under `key`; and the tensors
+    with new blob numbers."""
     number = {old: new for new, old in enumerate(used)}
     blobs: dict[int, Blob] = {}
     for old in used:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe.store import catalogue, registry
 from mlpipe.store.folder import FolderStore
 
@@ -84,6 +84,29 @@ def test_a_promoter_that_dies_leaves_no_version(store, monkeypatch):
         registry.promote(store, "lm", "best", prefix, {})
     assert registry.list_models(store) == ([], [])
     monkeypatch.undo()
+    assert registry.promote(store, "lm", "best", prefix, {}) == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"), [(b"!", "block 6 is corrupt"), (b"", "has [0-9]+ bytes"), (None, "is missing")]
+)
+def test_a_damaged_model_is_not_promoted(store, damage, told):
+    """Nor does it leave anything; that the optimizer is damaged is no matter."""
+    prefix = checkpoint(store)
+    registry.promote(store, "lm", "best", prefix, {})
+    before = list(store.list("models"))
+    for key in [info.key for info in store.list(prefix) if not info.key.endswith("MANIFEST.json")]:
+        if "optim" in key:
+            store.put(key, b"!")
+        elif key.endswith(("model-0", "model-0/p00001")):
+            last = key
+    data = store.get(last)
+    store.delete([last]) if damage is None else store.put(last, data[:-1] + damage)
+    with pytest.raises(DamagedError, match=told) as caught:
+        registry.promote(store, "lm", "best", prefix, {})
+    assert last in caught.value.told
+    assert list(store.list("models")) == before
+    store.put(last, data)
     assert registry.promote(store, "lm", "best", prefix, {}) == 2
 
 

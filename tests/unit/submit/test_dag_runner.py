@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kit import saver
 from kit.rendered import pipeline_of
 
+from mlpipe._core.errors import DamagedError
 from mlpipe.cli.session import CliSession
 from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.kinds.promote import driver as promotion
@@ -442,12 +443,16 @@ def test_the_driver_promotes_by_itself_and_once(tmp_path: Path, died: str) -> No
 def test_a_late_attempt_looks_through_the_versions_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its number: each look reads the manifest of each version."""
+    """Whatever its number: each look reads the manifest of each version. What is damaged is not promoted."""
     store = open_store(str(tmp_path))
     runs.create_run(store, "r", "", "digest", ["train", "promote"], "kubernetes", {})
     prefix = saver.save(store, 7)
     for other in range(3):
         registry.promote(store, "lm", None, prefix, {"attempt": f"of another {other}"})
+    store.put(f"{prefix}/model-0", saver.expected(8, "model-0"))
+    with pytest.raises(DamagedError, match=r"block 0 is corrupt(.|\n)*mlpipe checkpoints discard r 7, then"):
+        promotion.run(store, promote_plan(store, 5))
+    store.put(f"{prefix}/model-0", saver.expected(7, "model-0"))
     looks, find = [], registry.find_version
 
     def counted(*of: Any, **more: Any) -> Any:

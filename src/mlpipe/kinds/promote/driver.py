@@ -6,7 +6,7 @@ import json
 import logging
 from typing import Any
 
-from mlpipe._core.errors import MlpipeError, SubmitError
+from mlpipe._core.errors import DamagedError, MlpipeError, SubmitError
 from mlpipe._core.retry import AwayError
 from mlpipe.kinds.promote.plan import PromotePlan
 from mlpipe.plan.plan import Plan
@@ -68,7 +68,7 @@ def promote(
 ) -> tuple[int, Checkpoint]:
     """Promote the checkpoint that `plan.evaluate_stage` evaluated (without one: the latest). Returns the
     version and the checkpoint. `attempt`: key of the attempt of the stage that does so; None: a person.
-    Raises SubmitError if there is no checkpoint, or its gate did not pass."""
+    Raises SubmitError if there is no checkpoint, or its gate did not pass; DamagedError."""
     run = runs.read_run(store, run_id)
     stage_key = f"runs/{run_id}/stages/{plan.train_stage}"
     chosen, metrics = _chosen(store, run_id, plan)
@@ -91,7 +91,11 @@ def promote(
     }
     if (start := run.meta.get("init_from", {}).get(plan.train_stage)) is not None:
         lineage["init_from"] = start["found"]
-    version = registry.promote(store, plan.model_name, plan.alias, chosen.key, lineage)
+    try:
+        version = registry.promote(store, plan.model_name, plan.alias, chosen.key, lineage)
+    except DamagedError as error:
+        error.hint = f"mlpipe checkpoints discard {run_id} {chosen.step}, then mlpipe resume {run_id}"
+        raise
     return version, chosen
 
 

@@ -505,7 +505,7 @@ class _Controller:
             try:
                 promoted = {"promoted": promote_best(self._store, self.state, wanted.as_, wanted.alias)}
             except MlpipeError as error:
-                state, words = "failed", [*words, f"not promoted: {error.message}"]
+                state, words = "failed", [*words, f"not promoted: {error.told}"]
         message = "; ".join(words)
         self._update(lambda run: replace(run, state=state, message=message, meta={**run.meta, **promoted}))
         return self.state
