@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from kit import plans
 from kit.command_runs import until
 
@@ -21,7 +23,9 @@ from mlpipe.plan.model import ModelPlan
 from mlpipe.plan.work import ProfilePlan
 from mlpipe.store import profiles
 from mlpipe.store.open import open_store
-from mlpipe.store.profiles import ProfileRequest
+from mlpipe.store.profiles import Profile, ProfileRequest
+from mlpipe.train import profiler
+from mlpipe.train.profiler import Profiler
 
 pytestmark = pytest.mark.torch
 FIRST, NUM = 3, 2
@@ -144,3 +148,69 @@ def test_a_training_hears_while_it_runs(tmp_path):
         assert process.wait(300) == 5  # saved
     ((rank,),) = [one.ranks for one in profiles_of_stage(store, plan.stage_key)]
     assert (rank.rank, rank.first_step, rank.num_steps) == (1, begun.first_step, 2)
+
+
+@pytest.fixture
+def finished(tmp_path, caplog):
+    """What stands in the store, and is told, of a profile of one step whose trace was `written`."""
+
+    def finish(written, memory=False):
+        store, nothing = open_store(str(tmp_path / "store")), lambda *args: None
+        process = SimpleNamespace(local_world_size=1)
+        session = SimpleNamespace(
+            rank=0,
+            device=torch.device("cpu"),
+            process=process,
+            plan=SimpleNamespace(attempt_key="a"),
+            store=store,
+        )
+        loop = SimpleNamespace(
+            plan=SimpleNamespace(compile="off"), model=SimpleNamespace(module=torch.nn.Linear(2, 2)),
+            reader=SimpleNamespace(take=nothing, read=nothing),
+            schedule=SimpleNamespace(forward_backward=nothing), update=SimpleNamespace(step=nothing),
+        )  # fmt: skip
+        made = Profiler(session, loop, Profile("abc", 5, 1, (0,), memory, 0.0))
+        made._cuda = memory
+        made.step_begins(5)
+        loop.model.module(torch.ones(1, 2))
+        made.step_ends()
+        export = made._profiler.export_chrome_trace
+
+        def exported(path):
+            export(path)
+            Path(path).write_bytes(written(Path(path).read_bytes()))
+
+        made._profiler.export_chrome_trace = exported
+        made.finish()
+        return [one.key.partition(".")[2] for one in store.list("a/profiles")], caplog.text
+
+    return finish
+
+
+def test_a_trace_that_is_cut_behind_an_event_is_lost(finished):
+    found, told = finished(lambda text: text[: text.rstrip()[:-1].rindex(b"}") + 1])
+    assert found == []
+    assert "the profile of step 5 is lost: the trace is cut short" in told
+
+
+def test_a_trace_is_kept_whatever_its_summary_meets(finished, monkeypatch):
+    monkeypatch.setattr(profiler, "measure", lambda trace: 1 / 0)
+    found, told = finished(lambda text: text)
+    assert found == ["json.gz"]
+    assert "the profile of step 5 has a trace, but no summary: division by zero" in told
+    assert "lost" not in told
+    monkeypatch.undo()
+    assert sorted(finished(lambda text: text)[0]) == ["json.gz", "summary.json"]
+
+
+def test_without_a_snapshot_there_is_the_rest_and_its_recording_ends(finished, monkeypatch):
+    recorded = []
+    cuda = SimpleNamespace(
+        _dump_snapshot=lambda path: 1 / 0, _record_memory_history=lambda enabled: recorded.append(enabled)
+    )
+    monkeypatch.setattr(torch.cuda, "memory", cuda)
+    found, told = finished(lambda text: text, memory=True)
+    assert sorted(found) == ["json.gz", "summary.json"]
+    assert "the profile of step 5 has no snapshot of memory: division by zero" in told
+    finished(lambda text: b"", memory=True)
+    assert recorded == [None, None]

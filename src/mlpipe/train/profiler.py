@@ -13,8 +13,8 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ from mlpipe.train.session import Session
 _log = logging.getLogger(__name__)
 _WRAPPERS = ("module.", "model.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _MOST_MEMORY_EVENTS = 100_000
+_END_BYTES = 8192  # with the longest path
 
 
 class Profiled(Protocol):
@@ -91,31 +92,47 @@ class Profiler:
         facts |= {"local_world_size": session.process.local_world_size, **self._machine.facts()}
         self._profiler.add_metadata_json("mlpipe", json.dumps(facts))  # taken up while it runs only
         self._profiler.stop()
-        try:
-            self._store()
-        except Exception as error:  # a full disk ends a trace in its midst: ValueError
-            _log.warning("the profile of step %d is lost: %s", self.profile.first_step, error)
-        finally:
+        with self._told("is lost"):  # which ends all that is within
+            text = self._store_trace()
             if self._cuda and self.profile.memory:
-                torch.cuda.memory._record_memory_history(enabled=None)
+                with self._told("has no snapshot of memory"):
+                    self._store_memory()
+            with self._told("has a trace, but no summary"):
+                summary = measure(Trace(json.loads(text)))
+                self._put(profiles.summary_key, to_json(summary).encode())
+        if self._cuda and self.profile.memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _store(self) -> None:
-        session, first = self._session, self.profile.first_step
-        rank, key, store = session.rank, session.plan.attempt_key, session.store
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Where an error ends what is within: a warning that the profile `what`, and why."""
+        try:
+            yield
+        except Exception as error:
+            _log.warning("the profile of step %d %s: %s", self.profile.first_step, what, error)
+
+    def _store_trace(self) -> bytes:
+        """Chrome's JSON. Raises ValueError where a full disk, of which torch says nothing, has cut it."""
         with tempfile.TemporaryDirectory(prefix="mlpipe-profile-") as folder:
             path = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(path))  # which would compress line by line
             text = path.read_bytes()
-            path.unlink()  # its place is memory, in many pods
-            if not text.rstrip().endswith(b"}"):
-                raise ValueError("the trace is cut short")
-            store.put(profiles.trace_key(key, first, rank), gzip.compress(text, 6))
-            if self._cuda and self.profile.memory:
-                snapshot = Path(folder) / "memory.pickle"
-                torch.cuda.memory._dump_snapshot(str(snapshot))
-                store.put(profiles.memory_key(key, first, rank), snapshot.read_bytes())
-        summary = measure(Trace(json.loads(text)))
-        store.put(profiles.summary_key(key, first, rank), to_json(summary).encode())
+        # torch writes its name last; to parse 87 MB takes 10 s
+        if b'"traceName":' not in text[-_END_BYTES:] or not text.rstrip().endswith(b"}"):
+            raise ValueError("the trace is cut short")
+        self._put(profiles.trace_key, gzip.compress(text, 6))
+        return text
+
+    def _store_memory(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="mlpipe-profile-") as folder:
+            snapshot = Path(folder) / "memory.pickle"
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+            self._put(profiles.memory_key, snapshot.read_bytes())
+
+    def _put(self, key_of: Callable[[str, int, int], str], data: bytes) -> None:
+        session = self._session
+        key = key_of(session.plan.attempt_key, self.profile.first_step, session.rank)
+        session.store.put(key, data)
 
     def _name_layers(self, root: torch.nn.Module) -> None:
         names = {id(module): _plain(name) for name, module in root.named_modules()}
