@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -60,6 +62,14 @@ class ReaderLeft(Exception):
     """Whoever read our output closed it (`mlpipe list | head -1`)."""
 
 
+@contextmanager
+def _reader() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:  # click would exit 1 for it, which is our code for a bug
+        raise ReaderLeft from error
+
+
 class LazyGroup(click.Group):
     """Commands are imported when they are called, not when they are listed."""
 
@@ -83,11 +93,13 @@ class LazyGroup(click.Group):
             ctx.fail(f"no such command {args[0]!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
         return super().resolve_command(ctx, args)
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _reader():  # of --help and --version, which are done while words are read
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _reader():
             return super().invoke(ctx)
-        except BrokenPipeError as error:  # click would exit 1 for it, which is our code for a bug
-            raise ReaderLeft from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -194,8 +194,9 @@ def test_ctrl_c_while_a_module_is_imported_exits_130(tmp_path: Path):
     assert done.returncode == EXIT_CODES["interrupted"]
 
 
-def test_a_reader_that_leaves_is_no_error(cli: Cli):
-    process = cli.start("schema")
+@pytest.mark.parametrize("word", ["schema", "--help", "--version"])
+def test_a_reader_that_leaves_is_no_error(cli: Cli, word: str):
+    process = cli.start(word)
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
