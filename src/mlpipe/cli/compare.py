@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mlpipe.cli.session import CliSession, shared
+from mlpipe.cli.session import CliSession, check_suffix, shared
 
 if TYPE_CHECKING:
     from mlpipe.observe.compare import Comparison
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 @click.argument("run_ids", metavar="RUN RUN...", nargs=-1, required=True)
 @click.option("--all", "every", is_flag=True, help="Also what they have in common.")
 @click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), help="HTML file to write, with their curves."
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="HTML file (.html) to write, with their curves.",
 )
 @shared
 @click.pass_obj
@@ -29,6 +31,7 @@ def command(session: CliSession, run_ids: tuple[str, ...], every: bool, out: Pat
 
     if len(set(run_ids)) < 2:
         raise click.UsageError("name two runs or more")
+    check_suffix(out, ".html")
     comparison = compared([Run.of(session.store_of(run_id), run_id) for run_id in dict.fromkeys(run_ids)])
     lines = _lines(comparison, every=every)
     if out is not None:

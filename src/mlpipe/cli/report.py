@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mlpipe.cli.session import CliSession, ignore_not_found, shared
+from mlpipe.cli.session import CliSession, check_suffix, ignore_not_found, shared
 
 
 @click.command()
@@ -29,21 +29,22 @@ def command(session: CliSession, run_id: str, out: Path | None, ignore_not_found
     from mlpipe.observe.runview import view_run
     from mlpipe.store import runs
 
+    check_suffix(out, ".html", ".md", ".xml")
     store = session.store_if_claimed(run_id, ignore_not_found=ignore_not_found)
     if store is None:
         return
     if store.exists(f"runs/{run_id}/run.json") and (run := runs.read_run(store, run_id)).is_sweep:
         from mlpipe.observe.sweep_report import write_report as write_sweep
 
-        if out is not None and out.suffix != ".html":
+        if out is not None and out.suffix.lower() != ".html":
             raise click.UsageError("of a sweep there is a page, --out FILE.html; of its trials all of them")
         where = write_sweep(store, run, out)
         session.result({"report": where}, where)
         return
     short = {".md": build_markdown, ".xml": build_junit}
-    if out is not None and out.suffix in short:
+    if out is not None and (build := short.get(out.suffix.lower())) is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(short[out.suffix](store, run_id), encoding="utf-8")
+        out.write_text(build(store, run_id), encoding="utf-8")
         where = str(out)
         view = view_run(store, run_id) if session.json else None
     else:

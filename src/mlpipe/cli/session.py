@@ -17,6 +17,8 @@ from mlpipe._core.errors import Interrupt
 from mlpipe._core.printable import printable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mlpipe.store.base import Store
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -169,6 +171,13 @@ def shared(command: Command) -> Command:
     ):
         command = decorate(command)
     return command
+
+
+def check_suffix(out: Path | None, *known: str) -> None:
+    """By the name of a file a verb knows what to write. Raises UsageError."""
+    if out is not None and out.suffix.lower() not in known:
+        kinds = " or ".join(known)
+        raise click.UsageError(f"--out {out}: the name says what is written: end it in {kinds}")
 
 
 ignore_not_found = click.option(

@@ -234,5 +234,7 @@ def test_runs_beside_each_other(store, tmp_path):
     assert "<script" not in page
     document = cli.json("compare", "slow", "fast")
     assert all(row["differs"] or row["group"] == "outcome" for row in document["rows"])
+    assert "end it in .html" in cli("compare", "slow", "fast", "--out", "page.md", code=2).stderr
+    assert not (tmp_path / "page.md").exists()
     assert "name two runs" in cli("compare", "slow", "slow", code=2).stderr
     assert "there is no run nobody" in cli("compare", "slow", "nobody", code=2).stderr

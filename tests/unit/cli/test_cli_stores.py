@@ -28,6 +28,12 @@ def test_a_run_is_found_where_it_is(cli: Cli):
     assert "done" in said.stdout
     assert "hello" in cli("logs", "r").stdout
     assert elsewhere in cli("report", "r").stdout
+    for name, begins in {"r.HTML": "<!", "r.MD": "#", "r.Xml": "<?xml"}.items():
+        cli("report", "r", "--out", name)
+        assert (cli.folder / name).read_text().startswith(begins)
+    for name in ("r.pdf", "r"):
+        assert "end it in .html or .md or .xml" in cli("report", "r", "--out", name, code=2).stderr
+        assert not (cli.folder / name).exists()
     assert "done" in cli("cancel", "r").stdout
     assert "--store" in cli("status", "r", "--store", "here", code=2).stderr  # which names one, and no other
     assert cli.json("list")["runs"] == []
