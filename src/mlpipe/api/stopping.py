@@ -36,5 +36,6 @@ def stop_run(
     who = f"cancelled by {user_name()} on {socket.gethostname()}"
     if (trial := waiting_trial(store, run_id)) is not None:
         return cancel_trial(store, *trial, who, timeout_seconds=timeout_seconds)
-    stop = cancel_sweep if runs.read_run(store, run_id).is_sweep else cancel
-    return stop(store, run_id, who, timeout_seconds=timeout_seconds)
+    if runs.read_run(store, run_id).is_sweep:
+        return cancel_sweep(store, run_id, who, timeout_seconds=timeout_seconds)
+    return cancel(store, run_id, who, timeout_seconds=timeout_seconds, note=console.note)

@@ -30,14 +30,22 @@ def store_of(
     others = [url for url in known.stores() if url != store.url] if elsewhere else []
     stores, silent = known.find(run_id, others, timeout_seconds=_SEARCH_SECONDS)
     if not stores:
+        from difflib import get_close_matches
+
+        from mlpipe.store.runs import list_runs
+
         asked = [in_one_line(url) for url in others if url not in silent]
         more = f", nor in {len(asked) - _NUM_NAMED} more" if len(asked) > _NUM_NAMED else ""
         looked = "".join(f"; not in {url} either" for url in asked[:_NUM_NAMED]) + more
-        looked += "".join(f"; {in_one_line(url)} could not be asked" for url in silent)
+        if silent:
+            more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
+            looked += f"; {in_one_line(silent[0])}{more} could not be asked"
+        near = get_close_matches(run_id, [run.run_id for run in list_runs(store)], n=1)
         raise known.NoRunError(
             f"there is no run {run_id}{looked}",
             where=store.url,
-            hint="mlpipe list shows the runs of a store; name another with --store",
+            hint=f"{f'did you mean {near[0]}? ' if near else ''}mlpipe list shows the runs of a store; "
+            "name another with --store",
             kind="input",
         )
     if len(stores) > 1:

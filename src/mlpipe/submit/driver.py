@@ -86,6 +86,7 @@ def drive(
                 raise SubmitError(error.message, where=error.where, hint=error.hint) from None
             raise
         if not backend.outlives_driver:
+            _say_what_is_waited_for(former, note)
             backend.clear(store, former, timeout_seconds=CLEAR_SECONDS)
         left = runs.read_run(store, run_id)  # as the driver before us left it
         if left.seq != former.seq and left.state in runs.RUN_ENDED:
@@ -186,10 +187,23 @@ def _committed_outputs(store: Store, former: RunState) -> dict[str, StageState]:
     return made
 
 
-def cancel(store: Store, run_id: str, why: str, *, timeout_seconds: float) -> RunState:
+def _say_what_is_waited_for(former: RunState, note: Callable[[str], None]) -> None:
+    """If a driver is gone from stages that were running."""
+    if names := [name for name, stage in former.stages.items() if stage.state == "running"]:
+        note(f"the driver of run {former.run_id} is gone: waits until {', '.join(names)} has saved and ended")
+
+
+def cancel(
+    store: Store,
+    run_id: str,
+    why: str,
+    *,
+    timeout_seconds: float,
+    note: Callable[[str], None] = lambda text: None,
+) -> RunState:
     """Stop a run and wait until it has stopped. A live driver lets the stages save; a dead one is replaced
-    for as long as it takes to end what it left, on this machine or on the cluster. Raises SubmitError when
-    `timeout_seconds` are over."""
+    for as long as it takes to end what it left, on this machine or on the cluster. `note`: takes a line for a
+    person who watches. Raises SubmitError when `timeout_seconds` are over."""
     run = runs.read_run(store, run_id)
     if run.state in runs.RUN_ENDED:
         return run
@@ -201,7 +215,7 @@ def cancel(store: Store, run_id: str, why: str, *, timeout_seconds: float) -> Ru
             return run
         if not leases.lease_is_live(run.driver):
             try:
-                return _cancel_driverless(store, run, why, timeout_seconds)
+                return _cancel_driverless(store, run, why, timeout_seconds, note)
             except StoreError as error:
                 if error.kind != "input":  # another driver was quicker, and is asked to stop
                     raise
@@ -213,13 +227,16 @@ def cancel(store: Store, run_id: str, why: str, *, timeout_seconds: float) -> Ru
         time.sleep(0.2)
 
 
-def _cancel_driverless(store: Store, former: RunState, why: str, timeout_seconds: float) -> RunState:
+def _cancel_driverless(
+    store: Store, former: RunState, why: str, timeout_seconds: float, note: Callable[[str], None]
+) -> RunState:
     def stopped(stage: StageState) -> StageState:
         if stage.state == "running":
             return replace(stage, state="cancelled", message="its driver was gone", ended=time.time())
         return replace(stage, state="skipped", message=why) if stage.state == "pending" else stage
 
     with HeldLease(store, former.run_id):
+        _say_what_is_waited_for(former, note)
         backends.of_run(former).clear(store, former, timeout_seconds=timeout_seconds)
         return runs.update_run(
             store,

@@ -49,8 +49,9 @@ def test_a_run_that_is_nowhere(cli: Cli):
     }
     cli("status", "q", "--store", gone, code=4)
     (used,) = (cli.folder / "state/mlpipe/stores").glob("*/url")
-    used.parent.with_name("another").mkdir()
-    (used.parent.with_name("another") / "url").write_text(gone)  # as of a day when it was there
+    for name in ("another", "yet-another"):
+        used.parent.with_name(name).mkdir()
+        (used.parent.with_name(name) / "url").write_text(gone)  # as of a day when it was there
     for number in range(4):  # used before
         older = used.parent.with_name(f"older-{number}") / "url"
         older.parent.mkdir()
@@ -60,7 +61,7 @@ def test_a_run_that_is_nowhere(cli: Cli):
     assert "there is no run q" in said
     assert "older-2 either, nor in 2 more;" in said
     assert f"not in {cli.folder / 'elsewhere'}" in said
-    assert f"{gone} could not be asked" in said
+    assert f"{gone} and 1 more could not be asked" in said
     for verb in ("cancel", "report"):
         assert "there is no run q" in cli(verb, "--ignore-not-found", "q").stdout
         cli(verb, "--ignore-not-found", "q", "--store", "ftp://x", code=2)  # not found is another matter
@@ -75,6 +76,7 @@ def test_a_run_id_in_several_stores_is_not_guessed(cli: Cli):
     said = cli("cancel", "r", code=2).stderr
     assert "several stores have a run r" in said
     cli("cancel", "r", "--store", "third")
+    assert "did you mean r? " in cli("cancel", "rr", "--store", "third", code=2).stderr
 
 
 def test_a_name_with_an_end_of_line_is_shown_in_one(cli: Cli):

@@ -262,9 +262,12 @@ def test_a_killed_driver_takes_its_stages_along_and_resume_goes_on(cli: Cli):
     assert "nobody drives it; go on with mlpipe resume r" in cli("status", "r").stdout
     assert "nobody drives it: mlpipe resume r" in cli("list").stdout
     (cli.folder / "go").touch()
-    document = cli.json("resume", "r")
+    resumed = cli("resume", "r")
+    assert "the driver of run r is gone: waits until a has saved and ended" in resumed.stderr
+    document = cli.json("status", "r")
     assert document["state"] == "done"
     assert [stage["attempt"] for stage in document["stages"].values()] == [1, 2]
+    assert "is gone" not in cli("resume", "r").stderr
     assert process.members(holder) == []
 
 
