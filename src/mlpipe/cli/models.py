@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mlpipe._core.errors import StoreError
+from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe._core.units import format_bytes
 from mlpipe.cli.session import CliSession, shared
 
@@ -51,11 +51,13 @@ def show(session: CliSession, name: str, version: str | None) -> None:
     """Show where a model's VERSION (a number or an alias; default: the latest) came from."""
     from mlpipe.store import registry
 
-    store = session.open_store()
-    if version is None:
-        models, _ = registry.list_models(store)
-        version = str(max([model.version for model in models if model.name == name], default=1))
-    model = asdict(registry.show_model(store, name, version))
+    try:
+        model = asdict(registry.show_model(session.open_store(), name, version))
+    except DamagedError as error:
+        error.hint = (
+            error.hint or f"mlpipe models list shows which are sound: mlpipe models show {name} VERSION"
+        )
+        raise
     session.result(model, json.dumps(model, indent=2))
 
 

@@ -142,15 +142,15 @@ def list_models(store: Store) -> tuple[list[Model], list[DamagedError]]:
     return models, damaged
 
 
-def show_model(store: Store, name: str, version: int | str) -> Model:
-    """A version by its number or an alias. Raises StoreError (input) when there is none."""
+def show_model(store: Store, name: str, version: int | str | None) -> Model:
+    """A version by its number or an alias; None: the latest. Raises StoreError (input) when there is none;
+    DamagedError, and never shows another one instead."""
     _check_name(name)
-    aliases = _aliases(store, name)
-    text = str(version)
+    aliases, versions = _aliases(store, name), _versions(store, name)
+    text = str(max(versions, default=1) if version is None else version)
     number = int(text) if text.isascii() and text.isdecimal() else aliases.get(text)
     if isinstance(number, DamagedError):
         raise number
-    versions = _versions(store, name)
     if number is None or number not in versions:
         raise StoreError(
             f"there is no model {name}" + (f", version {version}" if versions else ""),

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from kit.command_runs import Cli
 
 from mlpipe._core.errors import DamagedError, StoreError
 from mlpipe.store import catalogue, registry
@@ -179,6 +180,14 @@ def test_what_is_damaged_is_listed_as_such_beside_all_others(store):
     ]  # fmt: skip
     assert [error.where for error in damaged] == ["models/bad/1/MANIFEST.json", "models/good/aliases/first"]
     assert registry.show_model(store, "good", "last").version == 2
-    for name, version in (("good", "first"), ("bad", 1)):
-        with pytest.raises(StoreError):
+    store.put("models/good/2/MANIFEST.json", b"")
+    assert registry.show_model(store, "bad", None).version == 2
+    for name, version in (("good", "first"), ("good", None), ("bad", 1)):
+        with pytest.raises(DamagedError):
             registry.show_model(store, name, version)
+    with pytest.raises(StoreError, match=r"there is no model other\n"):
+        registry.show_model(store, "other", None)
+    if store.part_bytes is None:
+        shown = Cli(store.root)("models", "show", "good", "--store", store.url, code=4)
+        assert "models/good/2/MANIFEST.json: corrupt" in shown.stderr
+        assert "mlpipe models show good VERSION" in shown.stderr
