@@ -21,7 +21,7 @@ from mlpipe.submit import seal
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.changes import NONE, Changes, apply, prepare, under_way
 from mlpipe.submit.git import git_commit
-from mlpipe.submit.planning import check_needs, needs
+from mlpipe.submit.planning import check_needs, needs, probe_scratch
 from mlpipe.submit.submission import Console, Submission
 
 LET_GO_SECONDS = 10.0  # for a driver whose run has ended to let go of it
@@ -53,8 +53,8 @@ def is_there(store: Store, run_id: str, pipeline: Pipeline) -> bool:
 
 
 def create(store: Store, backend: Backend, submission: Submission, console: Console) -> str:
-    """The id of a pending run, which nobody drives yet. Raises what `Backend.check` raises, before anything
-    is written, and StoreError (input) when the id is taken."""
+    """The id of a pending run, which nobody drives yet. Raises what `Backend.check` and
+    `probe` raise, before anything is written, and StoreError (input) when the id is taken."""
     pipeline = submission.pipeline
     if submission.run_id is None:  # "" was asked for, as by an empty variable of a shell
         submission = replace(submission, run_id=new_run_id(pipeline.name))
@@ -65,8 +65,15 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
     starts = _starts(backend, submission)  # first, since it says the line
     backend.check(submission, console, is_new=True)
     more = {"init_from": starts} if starts else {}
-    store.probe()
+    probe(store, backend)
     return record(store, backend, submission, [stage.name for stage in pipeline.stages], **more)
+
+
+def probe(store: Store, backend: Backend) -> None:
+    """Raises StoreError and SubmitError where a run could not be kept, or its driver here had no scratch."""
+    if not backend.has_own_driver:
+        probe_scratch()
+    store.probe()
 
 
 def record(store: Store, backend: Backend, submission: Submission, stages: list[str], **more: Any) -> str:

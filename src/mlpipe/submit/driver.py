@@ -71,6 +71,7 @@ def drive(
     if only is not None and not options.for_followers:
         planning.check_needs(planning.needs(prepared.pipeline), former, only, prepared.again)
     backend = backends.load(sealed.backend).of_driver(former, prepared.pipeline)
+    planning.probe_scratch()
     with contextlib.ExitStack() as held:
         try:
             lease = held.enter_context(_lease(store, run_id, backend, note))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,25 @@ from mlpipe.store.runs import RunState
 
 def scratch_folder(store_url: str, run_id: str) -> Path:
     """Of one run in one store on this machine; the same for every driver, so that it is found again."""
-    return outputs.cache_folder() / "scratch" / f"{run_id}-{zlib.crc32(store_url.encode()):08x}"
+    return _scratch_folders() / f"{run_id}-{zlib.crc32(store_url.encode()):08x}"
+
+
+def _scratch_folders() -> Path:
+    return outputs.cache_folder() / "scratch"
+
+
+def probe_scratch() -> None:
+    """Raises SubmitError where no scratch folder can be made: a driver would leave its run half-begun."""
+    probe = _scratch_folders() / f"probe-{secrets.token_hex(8)}"
+    try:
+        probe.mkdir(parents=True)
+        probe.rmdir()
+    except OSError as error:
+        raise SubmitError(
+            f"cannot be written: {error.strerror}",
+            where=str(probe.parent),
+            hint="let MLPIPE_CACHE name a folder that can be written",
+        ) from error
 
 
 def needs(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:

@@ -31,10 +31,11 @@ from mlpipe.spec.load import load_pipeline_text
 from mlpipe.store import leases, runs
 from mlpipe.store.folder import FolderStore
 from mlpipe.store.runs import StageState
-from mlpipe.submit import backends, detach, driver, held_lease, process
+from mlpipe.submit import adopt, backends, detach, driver, held_lease, process
 from mlpipe.submit.adopt import DriveRequest
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease
+from mlpipe.submit.submission import Submission
 
 pytestmark = pytest.mark.unit
 
@@ -620,6 +621,31 @@ def test_who_asks_for_a_stage_is_not_taken_for_heard_while_checkpoints_are_delet
     monkeypatch.setattr(driver, "_lease", refused)
     with pytest.raises(StoreError, match="are being deleted by process"):
         driver.drive(store, "r", options, stop=StopRequest())
+
+
+def test_a_run_is_neither_made_nor_begun_where_its_driver_has_no_scratch(tmp_path, monkeypatch):
+    """It said that it runs, for ever. A driver elsewhere has scratch of its own."""
+    store, backend = FolderStore(tmp_path / "store"), backends.load("local")({})
+    spec = write_spec(tmp_path, {"a": shell("true")})
+    text = spec.read_text()
+    pipeline = load_pipeline_text(text, "x")
+    asked = Submission(str(spec), text, (), pipeline, store.url, str(tmp_path), run_id="r")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("MLPIPE_CACHE", str(spec))
+    with pytest.raises(SubmitError, match=r"scratch: cannot be written: Not a directory") as caught:
+        adopt.create(store, backend, asked, CliSession())
+    assert "MLPIPE_CACHE" in caught.value.hint
+    assert not store.root.exists()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(type(backend), "has_own_driver", True)
+        adopt.create(store, backend, asked, CliSession())
+    made = runs.read_run(store, "r")
+    with pytest.raises(SubmitError, match="scratch: cannot be written"):
+        driver.drive(store, "r", stop=StopRequest())
+    assert runs.read_run(store, "r") == made
+    monkeypatch.setenv("MLPIPE_CACHE", str(tmp_path / "cache"))
+    assert driver.drive(store, "r", stop=StopRequest()).state == "done"
+    assert list((tmp_path / "cache/scratch").iterdir()) == []
 
 
 @pytest.mark.parametrize("state", ["running", "done"])

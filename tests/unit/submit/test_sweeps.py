@@ -937,6 +937,15 @@ def test_there_are_no_more_parts_of_a_machine_than_trials(store, tmp_path, monke
     assert set(asked) == {2}
 
 
+def test_a_sweep_is_not_made_where_its_trials_have_no_scratch(store, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MLPIPE_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(Simulated, "has_own_driver", False)
+    with pytest.raises(SubmitError, match="scratch: cannot be written"):
+        made(store, tmp_path, {"seed": [1]})
+    assert not store.root.exists()
+
+
 def test_an_id_that_is_taken_or_too_long_is_refused(store, tmp_path):
     made(store, tmp_path, {"seed": [1]})
     with pytest.raises(StoreError, match="exists already"):

@@ -14,7 +14,7 @@ from mlpipe.spec.sweep import ID_CHARACTERS, Sweep
 from mlpipe.spec.trials import num_trials, overrides_of, planned
 from mlpipe.store.base import Store
 from mlpipe.store.sweeps import trial_name, trial_run_id
-from mlpipe.submit.adopt import record
+from mlpipe.submit.adopt import probe, record
 from mlpipe.submit.backend import Backend
 from mlpipe.submit.submission import Console, Submission
 from mlpipe.submit.sweeps.slots import part_of_machine
@@ -41,7 +41,7 @@ def create(store: Store, backend: Backend, submission: Submission, console: Cons
     values = dict(zip(names, planned(sweep), strict=False))
     first = trial_submission(submission, sweep_id, names[0], values.get(names[0]) or suggest(sweep, 0, ()))
     _check(backend, first, console, slots_of(sweep))
-    store.probe()
+    probe(store, backend)
     return record(
         store,
         backend,
