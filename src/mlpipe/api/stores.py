@@ -21,6 +21,7 @@ def store_of(
     from mlpipe._core.ids import is_name
     from mlpipe._core.printable import in_one_line
     from mlpipe.store import known
+    from mlpipe.store.open import one_spelling
 
     if not is_name(run_id):
         raise StoreError(f"{run_id!r} is not a run id", hint="mlpipe list shows them", kind="input")
@@ -28,7 +29,8 @@ def store_of(
         known.remember(store.url)
         return store
     others = [url for url in known.stores() if url != store.url] if elsewhere else []
-    stores, silent = known.find(run_id, others, timeout_seconds=_SEARCH_SECONDS)
+    found, silent = known.find(run_id, others, timeout_seconds=_SEARCH_SECONDS)
+    stores = list({one_spelling(one.url): one for one in found}.values())
     if not stores:
         from difflib import get_close_matches
 

@@ -57,5 +57,5 @@ def command(session: CliSession, run_id: str, timeout: float, ignore_not_found: 
         if (checkpoint := outcome.last_checkpoint(store, run, name)) is not None:
             lines.append(f"  {name} is saved at step {checkpoint.step}: {checkpoint.key}")
     if run.state != "done":
-        lines.append(f"  go on with: mlpipe resume {run_id}")
+        lines.append(f"  go on with: mlpipe resume {run_id}{outcome.store_option(store)}")
     session.result(outcome.document(store, run), "\n".join(lines))

@@ -97,12 +97,16 @@ def summary(store: Store, run: RunState, report: str | None) -> str:
     return "\n".join([*lines, "", "next:", *(f"  {command}" for command in _next(store, run))])
 
 
+def store_option(store: Store) -> str:
+    """Behind a command that is shown: ` --store URL`; empty where `mlpipe list` in this shell needs none."""
+    default = os.environ.get(environment.STORE) or DEFAULT_STORE
+    return "" if store.url == full_url(default) else f" --store {shlex.quote(store.url)}"
+
+
 def _next(store: Store, run: RunState) -> list[str]:
     from mlpipe.submit import backends
 
-    # as `mlpipe list` in this shell would need it
-    default = os.environ.get(environment.STORE) or DEFAULT_STORE
-    where = "" if store.url == full_url(default) else f" --store {shlex.quote(store.url)}"
+    where = store_option(store)
     if run.state == "failed":
         return [
             f"mlpipe logs {run.run_id}{where}",

@@ -198,6 +198,7 @@ def _report(session: CliSession, store: Store, sweep: RunState) -> str | None:
 
 def say(session: CliSession, store: Store, sweep: RunState, *, report: str | None = None) -> None:
     """The table, the best trial and what to do next."""
+    from mlpipe.cli.outcome import store_option
     from mlpipe.observe import sweep_table
     from mlpipe.store import runs, sweeps
 
@@ -213,7 +214,7 @@ def say(session: CliSession, store: Store, sweep: RunState, *, report: str | Non
         document["report"] = report
         lines.append(f"report: {report}")
     if sweep.state not in runs.RUN_ENDED or sweep.state == "cancelled":
-        lines += ["", f"go on with: mlpipe sweep --resume {sweep.run_id}"]
+        lines += ["", f"go on with: mlpipe sweep --resume {sweep.run_id}{store_option(store)}"]
     session.result(document, "\n".join(lines))
 
 

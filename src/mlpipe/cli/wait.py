@@ -86,7 +86,7 @@ def wait_for(session: CliSession, request: DriveRequest) -> int:
     if not over:
         raise SubmitError(
             f"the driver of run {run_id} is gone and the run has not ended",
-            hint=f"go on with mlpipe resume {run_id}",
+            hint=f"go on with mlpipe resume {run_id}{outcome.store_option(store)}",
         )
     report = report_of(session, store, run)  # the driver writes the same one, a moment later
     session.result({**outcome.document(store, run), "report": report}, outcome.summary(store, run, report))

@@ -64,8 +64,11 @@ class FolderStore:
     part_bytes: int | None = None
 
     def __init__(self, root: Path) -> None:
-        self.root = root.absolute()
-        self.url = check_name(str(self.root))
+        root = root.absolute()
+        if ".." in root.parts:  # one name for one folder, as the links in it lead
+            root = Path(os.path.realpath(root))
+        self.root = root
+        self.url = check_name(str(root))
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)

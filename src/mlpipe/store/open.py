@@ -34,6 +34,11 @@ def full_url(url: str) -> str:
     return FolderStore(_path_of(url)).url
 
 
+def one_spelling(url: str) -> str:
+    """The same of every URL of one store: a folder may have been given with `..` or through a link."""
+    return url if "://" in url else os.path.realpath(url)
+
+
 def open_store(url: str) -> Store:
     """A folder (`./runs`, `/data/runs`, `file:///data/runs`) or `s3://bucket/prefix`.
 

@@ -72,10 +72,18 @@ def test_a_run_that_is_nowhere(cli: Cli):
 
 
 def test_a_run_id_in_several_stores_is_not_guessed(cli: Cli):
-    cli("run", "pipeline.yaml", "--run-id", "r", "--store", "third")
+    """But found where one store has several names; what is shown to go on with it names its store."""
+    (cli.folder / "link").symlink_to("elsewhere")
+    for spelling in ("deep/../elsewhere", "link"):
+        cli("status", "r", "--store", spelling)
+    cli("status", "r")
+    write_spec(cli.folder, {"a": shell("exit 1")})
+    cli("run", "pipeline.yaml", "--run-id", "r", "--store", "third", code=3)
     said = cli("cancel", "r", code=2).stderr
     assert "several stores have a run r" in said
-    cli("cancel", "r", "--store", "third")
+    assert said.count(str(cli.folder)) == 2
+    resume = f"go on with: mlpipe resume r --store {cli.folder / 'third'}\n"
+    assert resume in cli("cancel", "r", "--store", "deep/../third").stdout
     assert "did you mean r? " in cli("cancel", "rr", "--store", "third", code=2).stderr
 
 

@@ -285,3 +285,11 @@ def test_a_folder_is_opened_by_path_or_by_url(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_store("~/runs").url == str(tmp_path / "runs")
     assert open_store(f"file://{tmp_path}").url == open_store(str(tmp_path)).url == str(tmp_path)
+
+
+def test_a_folder_has_one_name_whatever_it_was_reached_by(tmp_path):
+    """Behind a link `..` is the folder above its target; one that is given by a link keeps that name."""
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a/b")
+    for url, found in (("none/../runs", "runs"), ("link/../runs", "a/runs"), ("link/runs", "link/runs")):
+        assert open_store(f"{tmp_path}/{url}").url == full_url(f"{tmp_path}/{url}") == f"{tmp_path}/{found}"

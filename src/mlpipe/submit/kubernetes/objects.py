@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from collections.abc import Callable, Mapping
 from mlpipe._core.errors import SubmitError
 from mlpipe.render import names
 from mlpipe.render.pod import escaped
+from mlpipe.store.open import one_spelling
 from mlpipe.submit.kubernetes.api import (
     NO_KUEUE,
     ApiError,
@@ -220,15 +220,10 @@ def is_anothers(api: ClusterApi, run_id: str, store_url: str) -> bool:
     for job in api.list("Job", driver_labels(run_id)):
         args = job["spec"]["template"]["spec"]["containers"][0].get("args", [])
         theirs = args[args.index("--store") + 1] if "--store" in args[:-1] else store_url
-        ours = (_one_spelling(store_url), _one_spelling(escaped(store_url)))
-        if finished(job) is None and _one_spelling(theirs) not in ours:
+        ours = (one_spelling(store_url), one_spelling(escaped(store_url)))
+        if finished(job) is None and one_spelling(theirs) not in ours:
             return True
     return False
-
-
-def _one_spelling(store_url: str) -> str:
-    """A folder may have been given with `..` or through a link."""
-    return store_url if "://" in store_url else os.path.realpath(store_url)
 
 
 def clear(
