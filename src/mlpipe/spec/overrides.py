@@ -4,7 +4,8 @@ KEY is the path of keys in the file, joined by dots, where an item of `stages` g
 `stages.train.train.steps`, `store`. The leading `stages.` and the stage's kind may be left out:
 `train.steps`, `train.resources.nodes`. VALUE is YAML (`8`, `[0.9, 0.95]`, `{a: 1}`); text needs no quotes,
 since the schema says which fields are text, nor does a placeholder (`{{stages.corpus.output}}`). Inside
-`args` and patches null is a value like any other.
+`args` and patches null is a value like any other. Where a mapping has keys that hold dots, the longest that
+fits is meant; what follows `sweep.over` is one key, if there is none.
 
 Another `train.strategy` drops what stood there for the former one alone (`mesh`), and a warning says so; a
 mesh that is set beside it stays, whichever is written first.
@@ -28,6 +29,7 @@ from mlpipe.spec.tree import JSON_KEYS, Ambiguous, Node, get, items_of, parse, t
 _log = logging.getLogger(__name__)
 _TOP = set(Pipeline.model_fields)
 _STAGE = {field.alias or name for name, field in Stage.model_fields.items()}
+_OVER = ["sweep", "over"]  # its keys are those of overrides
 
 
 def side_by_side(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -86,6 +88,7 @@ def put(root: Node, key: str, value: Node, place: Place) -> list[Problem]:
         elif parts[0] not in _STAGE:
             choices = sorted(_STAGE | own)
             return [Problem.at(place, f"unknown key {parts[0]!r}", closest(parts[0], choices))]
+    parts = _joined(target, parts)
     if value.value is None and not JSON_KEYS & set(parts[:-1]):
         return _remove(target, parts, Pipeline if target is root else Stage, place)
     if target is not root:
@@ -102,6 +105,19 @@ def put(root: Node, key: str, value: Node, place: Place) -> list[Problem]:
     return []
 
 
+def _joined(target: Node, parts: Sequence[str]) -> list[str]:
+    """The path below `target`, where parts that are one key of the user's stand together."""
+    path: list[str] = []
+    here: Node | None = target
+    while parts:
+        there = here.value if here is not None and isinstance(here.value, dict) else {}
+        rest = ".".join(parts)
+        fitting = (key for key in there if f"{rest}.".startswith(f"{key}."))
+        key = max(fitting, key=len, default=rest if path == _OVER else parts[0])
+        path, parts, here = [*path, key], parts[key.count(".") + 1 :], there.get(key)
+    return path
+
+
 def _keys(stage: Node) -> set[str]:
     """Those of the stage's kind, which may be set without it."""
     kind = kind_of(stage)
@@ -109,9 +125,14 @@ def _keys(stage: Node) -> set[str]:
 
 
 def _remove(target: Node, parts: Sequence[str], kind: type[BaseModel], place: Place) -> list[Problem]:
-    """No mistake where the key is not there, if it could be: whatever stood there before, it is gone."""
+    """No mistake where the key is not there, if it could be: whatever stood there before, it is gone. What
+    could be in `over` only the whole file tells, and a slip would leave varied what should not be."""
     if not _knows(kind, parts):
         return [Problem.at(place, f"unknown key {parts[-1]!r}", "see 'mlpipe schema'")]
+    if parts[:2] == _OVER and parts[2:] and get(target, *parts) is None:
+        over, key = get(target, *_OVER), ".".join(parts[2:])
+        known = list(over.value) if over is not None and isinstance(over.value, dict) else []
+        return [Problem.at(place, f"over has no {key!r}", closest(key, known))]
     for part in parts[:-1]:
         child = target.value.get(part)
         if child is None or not isinstance(child.value, dict):

@@ -218,6 +218,19 @@ def test_null_removes_a_key() -> None:
         load_pipeline(QUICKSTART, overrides=["train.steps=null"])
 
 
+def test_a_key_that_holds_dots_is_one_key_where_it_is_there() -> None:
+    both = "kubernetes.node_selector={example.com/gpu: a, example.com/gpu.kind: b}"
+    one = "kubernetes.node_selector.example.com/gpu"
+    for override, left in {
+        f"{one}=c": {"example.com/gpu": "c", "example.com/gpu.kind": "b"},
+        f"{one}.kind=c": {"example.com/gpu": "a", "example.com/gpu.kind": "c"},
+        f"{one}=null": {"example.com/gpu.kind": "b"},
+    }.items():
+        kubernetes = load_pipeline(QUICKSTART, overrides=[both, override]).kubernetes
+        assert kubernetes is not None
+        assert kubernetes.node_selector == left
+
+
 def test_null_is_a_value_among_arguments() -> None:
     own = ["train.model={entry: 'm:f', seq_len: 256}", "train.model.args.bias=null", "train.env.X=null"]
     pipeline = load_pipeline(QUICKSTART, overrides=own)

@@ -165,6 +165,28 @@ def test_a_mistake_has_the_line_of_its_value():
     assert str(caught.value).startswith("pipeline.yaml:10:9: -3 is out of bounds")
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optimizer.lr=null", {"seed": [1, 2]}),
+        ("optimizer.lr=[0.3]", {"optimizer.lr": [0.3], "seed": [1, 2]}),
+        ("model.args.width=[4, 8]", {"optimizer.lr": [0.1], "seed": [1, 2], "model.args.width": [4, 8]}),
+        ("nope=null", "over has no 'nope'; write one of optimizer.lr, seed"),
+        ("optimizer.lrr=null", "over has no 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+        ("seed.x=null", "over has no 'seed.x'; did you mean 'seed'?"),
+        ("optimizer.lr.min=1", "'optimizer.lr' is a list, it has no keys; set optimizer.lr as a whole"),
+    ],
+)
+def test_an_override_means_a_key_of_over_with_its_dots(override, says):
+    asked, over = f"sweep.over.{override}", {"optimizer.lr": [0.1], "seed": [1, 2]}
+    if isinstance(says, str):
+        with pytest.raises(SpecErrors) as caught:
+            load_pipeline_text(text(over), "p.yaml", overrides=[asked])
+        assert str(caught.value) == f"--set {asked}: {says}"
+        return
+    assert load_pipeline_text(text(over), "p.yaml", overrides=[asked]) == load(says)
+
+
 def test_a_digest_without_a_sweep_is_what_it_was():
     plain = load_pipeline_text(json.dumps(BASE), "pipeline.yaml")
     assert "sweep" not in plain.resolved_yaml()
