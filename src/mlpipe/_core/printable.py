@@ -18,6 +18,13 @@ def printable(text: str) -> str:
     return _SIGNS.sub(lambda found: found[1] or repr(found[0])[1:-1], text)
 
 
+def as_argument(path: str) -> str:
+    """Of a file or folder, as whoever pastes a command needs it: quoted for a shell, and no option."""
+    from shlex import quote  # of few verbs
+
+    return quote(f"./{path}" if path.startswith("-") else path)
+
+
 def in_one_line(name: str) -> str:
     """Of a file or folder, which may have ends of lines in it."""
     return printable(name).replace("\n", "\\n")

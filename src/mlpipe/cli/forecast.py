@@ -66,7 +66,7 @@ def command(session: CliSession, days: int, quotas: dict[str, int]) -> None:
     store = session.open_store()
     found = demand(store, first * daily.DAY_SECONDS, now, session.note)
     if found.unread:
-        session.note(f"{len(found.unread)} runs could not be read and are left out: {_some(found.unread)}")
+        session.note(f"{_runs(len(found.unread))} left out, which cannot be read: {_some(found.unread)}")
     hours = daily.gpu_hours_by_day(found.uses)
     methods = method.methods()
     if method.MODEL not in methods:
@@ -92,11 +92,15 @@ def command(session: CliSession, days: int, quotas: dict[str, int]) -> None:
             }
         classes.append(document)
         blocks.append("\n".join(_lines(document)))
-    nothing = f"no run in {store.url} had GPUs in the last {_HISTORY_DAYS} days ({found.num_runs} runs)"
+    nothing = f"no run in {store.url} had GPUs in the last {_HISTORY_DAYS} days ({_runs(found.num_runs)})"
     session.result(
         {"store": store.url, "num_runs": found.num_runs, "unread": list(found.unread), "classes": classes},
         "\n\n".join(blocks) if hours or quotas else nothing,
     )
+
+
+def _runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"
 
 
 def _some(names: tuple[str, ...]) -> str:

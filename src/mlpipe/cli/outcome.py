@@ -11,6 +11,7 @@ import click
 
 from mlpipe._core import environment
 from mlpipe._core.errors import EXIT_CODES, ErrorKind, MlpipeError
+from mlpipe._core.printable import as_argument
 from mlpipe._core.units import format_seconds
 from mlpipe.store.open import DEFAULT_STORE, full_url
 
@@ -139,14 +140,16 @@ def _under_another_strategy(store: Store, run: RunState, trained: str, start: st
     except (MlpipeError, ValueError):
         return []
     same = tuple(f"{stage}.strategy=" for stage in (trained, f"{trained}.train", f"stages.{trained}.train"))
-    overrides = [one for one in run.meta.get("set") or () if not one.startswith(same)]
+    given = run.meta.get("set") or ()
+    last = {one.partition("=")[0]: at for at, one in enumerate(given)}  # a resume adds to them
+    overrides = [given[at] for at in sorted(last.values()) if not given[at].startswith(same)]
     if train is None or len(overrides) > _FEW or train.mesh.ep > 1 or train.compress or train.islands:
         return []
     if train.mesh.world_size == 1 or train.mesh.num_data_ranks != train.mesh.world_size:
         return []
     other = f"stages.{trained}.train." + ("strategy=ddp" if train.mesh.dp_shard > 1 else "strategy=fsdp")
     words = [f" --set {shlex.quote(one)}" for one in (*overrides, other)]
-    spec = shlex.quote(str(run.meta.get("spec", "SPEC")))
+    spec = as_argument(str(run.meta.get("spec", "SPEC")))
     return [f"{start} {spec}{where}{''.join(words)}    # the same under another strategy"]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlpipe._core.errors import EXIT_CODES, MlpipeError, StoreError
+from mlpipe._core.printable import as_argument
 from mlpipe.cli.backend_options import BackendChoice, WithBackendOptions
 from mlpipe.cli.session import CliSession, overrides, shared
 from mlpipe.submit import backends
@@ -80,7 +81,7 @@ def command(
 
         return follow_trial(session, session.open_store(), sweep_id, follow, waits=not driver_ended)
     if (spec is None) == (sweep is None):
-        raise click.UsageError("name a pipeline file, or a sweep with --resume")
+        raise click.UsageError("name a pipeline file or a sweep with --resume, not both")
     if sweep is not None:
         if overrides or sweep_id or _is_given("to"):
             raise click.UsageError("--set, --sweep-id and --to are for a new sweep")
@@ -123,8 +124,8 @@ def create(session: CliSession, store: Store, backend: Backend, submission: Subm
     sweep = sweep_of(submission)
     if isinstance(backend, Delegate):
         raise click.UsageError(
-            f"a sweep is not handed to {backend.name}: have a build do it (mlpipe render {submission.spec} "
-            f"--for {backend.name}), or name the backend of its trials"
+            f"a sweep is not handed to {backend.name}: have a build do it (mlpipe render "
+            f"{as_argument(submission.spec)} --for {backend.name}), or name the backend of its trials"
         )
     sweep_id = create_sweep(store, backend, submission, session)
 
@@ -200,7 +201,7 @@ def say(session: CliSession, store: Store, sweep: RunState, *, report: str | Non
     """The table, the best trial and what to do next."""
     from mlpipe.cli.outcome import store_option
     from mlpipe.observe import sweep_table
-    from mlpipe.store import runs, sweeps
+    from mlpipe.store import leases, runs, sweeps
 
     document = sweep_table.document(store, sweep)
     lines = [sweep_table.headline(sweep)]
@@ -213,7 +214,9 @@ def say(session: CliSession, store: Store, sweep: RunState, *, report: str | Non
     if report is not None:
         document["report"] = report
         lines.append(f"report: {report}")
-    if sweep.state not in runs.RUN_ENDED or sweep.state == "cancelled":
+    if sweep.state not in runs.RUN_ENDED and sweep.driver is not None and leases.lease_is_live(sweep.driver):
+        lines += ["", f"driven by process {sweep.driver.pid} on {sweep.driver.host}"]
+    elif sweep.state not in runs.RUN_ENDED or sweep.state == "cancelled":
         lines += ["", f"go on with: mlpipe sweep --resume {sweep.run_id}{store_option(store)}"]
     session.result(document, "\n".join(lines))
 

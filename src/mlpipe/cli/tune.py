@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mlpipe._core.printable import as_argument
 from mlpipe.cli.session import CliSession, overrides, shared
 
 if TYPE_CHECKING:
@@ -133,4 +134,4 @@ def _text(result: TuningResult, tuned: Tuned, asked: tuple[str, tuple[str, ...]]
     changes = " ".join(f"--set {quote(item)}" for item in (*overrides, *tuned.sets))
     gain = f"a step takes {tuned.ratio:.3f} of its time with"
     lines.append(f"{gain} these changes, which {out} has, too:")
-    return "\n".join([*lines, f"  mlpipe run {quote(spec)} {changes}"])
+    return "\n".join([*lines, f"  mlpipe run {as_argument(spec)} {changes}"])

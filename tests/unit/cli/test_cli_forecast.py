@@ -82,7 +82,7 @@ def test_a_week_goes_on_and_a_quota_is_short_on_its_day(store, monkeypatch):
     text = said(store, "--quota", "H100-80GB=2").output
     assert "2 GPUs (48 GPU-hours a day) will be short on 2026-11-25" in text
     assert "8 of 10 days" in text
-    assert "torn" in text
+    assert "1 run left out, which cannot be read: torn" in text
 
 
 def test_hours_are_those_that_a_training_had_from_when_it_was_asked_for(store):
@@ -130,6 +130,9 @@ def test_what_nobody_drives_counts_up_to_when_somebody_did(store):
 def test_too_little_is_said(store):
     nothing = said(store)
     assert (nothing.exit_code, "had GPUs" in nothing.output) == (0, True)
+    assert "(0 runs)" in nothing.output
+    write(store, "cpu", StageState("done", 1, "", NOON - 7200, NOON), spec(workers_per_node=2))
+    assert "(1 run)" in said(store).output
     write(store, "one", StageState("done", 1, "", NOON - 9 * DAY_SECONDS, NOON - 9 * DAY_SECONDS + 3600))
     short = said(store)
     assert "9 whole days of history" in short.output

@@ -23,10 +23,14 @@ pytestmark = pytest.mark.unit
             {"strategy": "ddp", "mesh": Mesh(dp_replicate=2)}, ["train.steps=5", "train.strategy=ddp"],
             "--set train.steps=5 --set stages.train.train.strategy=fsdp",
         ),
+        (
+            {}, ["train.steps=4", "train.args={a: b=1}", "train.steps=5"],  # a resume adds to them
+            "--set 'train.args={a: b=1}' --set train.steps=5 --set stages.train.train.strategy=ddp",
+        ),
         ({"mesh": Mesh(tp=2)}, [], None),
         ({"strategy": "fsdp", "mesh": Mesh()}, [], None),  # of one worker it was fsdp after fsdp
         ({"mesh": Mesh(dp_shard=2, ep=2)}, [], None),
-        ({}, ["train.steps=5"] * 5, None),
+        ({}, [f"a.k{number}=5" for number in range(5)], None),
     ],
 )  # fmt: skip
 def test_the_same_under_another_strategy(tmp_path, changes, overrides, expected):

@@ -65,7 +65,10 @@ def test_in_the_background_a_sweep_goes_on_until_it_is_cancelled_by_its_id(cli: 
     (cli.folder / "pipeline.yaml").write_text(spec)
     assert cli("submit", "pipeline.yaml", "--run-id", "s").stdout == "s\n"
     cpus(cli, "s-001")
-    assert cli.json("status", "s")["state"] == "running"
+    shown = cli("status", "s").stdout
+    assert "s  running" in shown
+    assert "\ndriven by process " in shown
+    assert "--resume" not in shown
     assert "mlpipe logs s-000" in cli("logs", "s", code=2).stderr
     refused = cli("sweep", "--resume", "s", code=2).stderr
     assert "is driven by" in refused
@@ -83,10 +86,10 @@ def test_what_is_of_one_run_is_refused_of_a_sweep_and_says_what_to_write(cli: Cl
         ("sweep", "--follow", "000"),
         ("sweep", "--sweep-id", "s", "--follow", "000", "--to", "kubernetes"),
         ("sweep", "--resume", "s", "--to", "kubernetes"),
-        ("sweep", "pipeline.yaml", "--resume", "s"),
         ("sweep",),
     ):
         assert "sweep" in cli(*words, code=2).stderr
+    assert "not both" in cli("sweep", "pipeline.yaml", "--resume", "s", code=2).stderr
     plain = cli("sweep", "pipeline.yaml", "--set", "sweep=null", code=2).stderr
     assert "the pipeline has no sweep" in plain
     assert not cli.store.exists()
