@@ -26,7 +26,7 @@ _MEANINGS = {
     "bug": "A bug in mlpipe. Run again with `--debug` for the traceback, and please report it.",
     "input": "Bad input: the pipeline file, an option, a name, a file that is not there.",
     "failed": "The run failed by its own code (a command, a model, a loss that is not finite) or its gate.",
-    "infrastructure": "Something under the run: a store out of reach or full, a worker that was killed.",
+    "infrastructure": "Something under the run: a store out of reach, a full disk, a worker that was killed.",
     "cancelled": "Cancelled. Of a launcher: stopped by a signal, after saving a checkpoint.",
     "interrupted": "Ctrl-C. `mlpipe run` saves first and says how to go on.",
 }

@@ -63,6 +63,12 @@ POD_NAME = "MLPIPE_POD_NAME"
 POD_UID = "MLPIPE_POD_UID"
 
 
+def is_on(switch: str) -> bool | None:
+    """What CALIBRATE says, which is on unless it is set; None: neither on nor off."""
+    words = {"on": True, "1": True, "yes": True, "true": True, "": True}
+    return (words | {"off": False, "0": False, "no": False, "false": False}).get(switch.lower())
+
+
 def is_ours(name: str) -> bool:
     return name.startswith("MLPIPE_")
 

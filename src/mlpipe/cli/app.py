@@ -5,6 +5,7 @@ The help lines stand in `VERBS`, so that `mlpipe --help` imports click and nothi
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -17,7 +18,8 @@ from typing import Any, NoReturn
 import click
 
 import mlpipe
-from mlpipe._core.errors import EXIT_CODES, MlpipeError
+from mlpipe._core import environment
+from mlpipe._core.errors import EXIT_CODES, ErrorKind, MlpipeError
 from mlpipe.cli.session import CliSession, heard_or_not, interrupt
 
 VERBS = {
@@ -55,6 +57,12 @@ _ELSEWHERE = {  # what other tools, whose users come here, call a verb
     "help": "--help", "kill": "cancel", "launch": "submit", "ls": "list", "ps": "list",
     "queue": "list", "start": "submit", "stop": "cancel", "version": "--version",
 }  # fmt: skip
+_REMEDIES = {  # of a file's name that is a mistake; all else that an OSError says is the machine's
+    errno.EEXIST: "it is a file, and a folder is needed there: name another one",
+    errno.ENOTDIR: "a folder in this path is a file: name another one",
+    errno.EISDIR: "it is a folder: name a file in it",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 _SIGPIPE_EXIT = 141  # what a shell reports of any program whose reader went away
 
 
@@ -98,6 +106,10 @@ class LazyGroup(click.Group):
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
+        word = os.environ.get(environment.CALIBRATE, "")
+        if environment.is_on(word) is None:
+            words = f"{environment.CALIBRATE} is {word!r}"
+            raise MlpipeError(words, hint="write off, or unset it", kind="input")
         with _reader():
             return super().invoke(ctx)
 
@@ -181,8 +193,10 @@ def _explain(error: Exception, session: CliSession) -> int:
         hint = "raise its limit (ulimit -v), or use a machine with more"
         error = MlpipeError("this process has no memory left", hint=hint, kind="infrastructure")
     if isinstance(error, OSError) and error.strerror:  # of a file or device, where nobody thought of one
-        where, hint = error.filename and str(error.filename), "is it full, read-only or somebody else's?"
-        error = MlpipeError(error.strerror, where=where, hint=hint, kind="infrastructure")
+        where, hint = error.filename and str(error.filename), _REMEDIES.get(error.errno or 0)
+        kind: ErrorKind = "input" if hint else "infrastructure"
+        hint = hint or "is it full, read-only or somebody else's?"
+        error = MlpipeError(error.strerror, where=where, hint=hint, kind=kind)
     if isinstance(error, MlpipeError) and error.kind != "bug":
         problems = getattr(error, "problems", None)  # SpecErrors: a line each, as editors expect them
         session.complain(str(error) if problems else f"{click.style('error:', fg='red', bold=True)} {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from mlpipe.spec.model import Pipeline
 
 
+def _usd(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise click.BadParameter(f"{value:g} is not an amount above 0, like 500")
+    return value
+
+
 @click.command()
 @click.argument("spec", type=click.Path())
 @click.option("--stage", metavar="NAME", help="Only this stage.")
@@ -28,7 +35,9 @@ if TYPE_CHECKING:
 @click.option("--explain", is_flag=True, help="Walk through the decision, with advice.")
 @click.option("--nodes", metavar="A..B", help="How time and cost scale from A to B nodes.")
 @click.option("--groups", metavar="LIST", help="On nodes that differ, like 2xH100-80GB,4xA100-40GB.")
-@click.option("--budget-usd", type=float, metavar="USD", help="The fastest that costs no more.")
+@click.option(
+    "--budget-usd", type=float, callback=_usd, metavar="USD", help="The fastest that costs no more."
+)
 @click.option("--deadline", metavar="TIME", help="The cheapest that is done in, like, '36 h'.")
 @click.option("--hardware", metavar="FILE", help="What `mlpipe calibrate` measured.")
 @click.option("--trace", is_flag=True, help="Size a model of your own by tracing it; needs torch.")
@@ -53,6 +62,7 @@ def command(
     from mlpipe._core.serial import to_plain
     from mlpipe.plan.ahead import named, plan_stage
     from mlpipe.plan.build import stage_hardware
+    from mlpipe.plan.training import trainings
     from mlpipe.spec.load import read_pipeline
 
     if hardware is not None:
@@ -73,7 +83,10 @@ def command(
         from mlpipe.spec.network import origin  # of few files
 
         network = origin(pipeline.network)
-    for name in named(pipeline, stage, where=spec):
+    names = named(pipeline, stage, where=spec)
+    if asked.is_of_one_class and trainings(pipeline).keys().isdisjoint(names):
+        raise click.UsageError("--nodes, --groups, --budget-usd and --deadline are of trainings: name one")
+    for name in names:
         planned = plan_stage(pipeline, name, url, tracer, hardware_of)
         plan, shape, candidates, where = planned.plan, planned.traced, planned.candidates, planned.hardware
         document: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from mlpipe._core.errors import EXIT_CODES, RenderError
+from mlpipe._core.errors import EXIT_CODES
 from mlpipe._core.ids import is_name
 from mlpipe.cli.backend_options import BackendChoice
 from mlpipe.cli.session import CliSession, overrides, shared
@@ -103,7 +103,8 @@ def _write(files: dict[Path, str], stale: list[Path]) -> None:
         for path in stale:
             path.unlink()
     except OSError as error:
-        raise RenderError(f"cannot be written: {error.strerror}", where=str(path)) from None
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _check(session: CliSession, out: Path, files: dict[Path, str], stale: list[Path]) -> int:

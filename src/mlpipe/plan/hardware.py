@@ -267,7 +267,7 @@ def _native_bf16() -> str | None:
 
 def knows_machine() -> bool:
     """Unless the user has switched off what is known of this machine unasked (`machine.py`)."""
-    return os.environ.get(environment.CALIBRATE, "").lower() not in ("off", "0", "no", "false")
+    return environment.is_on(os.environ.get(environment.CALIBRATE, "")) is not False
 
 
 def machine_memory_bytes() -> int:

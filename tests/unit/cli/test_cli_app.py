@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -221,6 +222,35 @@ def test_init_writes_a_valid_pipeline_once(cli: Cli):
     assert "exists already" in cli("init", "new", code=2).stderr
     shipped = Path(__file__).resolve().parents[3] / "pipelines" / "quickstart.yaml"
     assert (cli.folder / done["file"]).read_bytes() == shipped.read_bytes()
+    for folder, pasted in {"a b": "'a b/pipeline.yaml'", "-x": "./-x/pipeline.yaml"}.items():
+        assert cli("init", "--", folder).stdout.endswith(f"; run it with: mlpipe run {pasted}\n")
+
+
+def test_init_writes_the_store_that_is_given(cli: Cli):
+    for store in ("s3://bucket/x", "~/my runs: #1"):
+        file = cli.json("init", store[-1], "--store", store)["file"]
+        assert yaml.safe_load((cli.folder / file).read_text())["store"] == store
+        assert cli.json("validate", file)["valid"]
+    assert "names no bucket" in cli("init", "bad", "--store", "s3://b", code=2).stderr
+    assert not (cli.folder / "bad").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "hint"), [(errno.EROFS, 4, "is it full, read-only"), (errno.ENOTDIR, 2, "is a file")]
+)
+def test_a_file_that_cannot_be_written_says_what_to_do(
+    monkeypatch, capsys, number: int, code: int, hint: str
+):
+    def refused(self, *_, **__):
+        raise OSError(number, os.strerror(number), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(SystemExit) as exit_:
+        app.run_app(["init", "new"])
+    assert exit_.value.code == code
+    told = capsys.readouterr().err
+    assert f"error: new: {os.strerror(number)}\n  hint: " in told
+    assert hint in told
 
 
 def test_validate_prints_every_mistake_and_exits_2(cli: Cli):
@@ -247,6 +277,27 @@ def test_plan_compares_strategies(cli: Cli):
     assert train["plan"]["train"]["strategy"] == "fsdp"
     assert {found["strategy"] for found in train["strategies"]} >= {"single", "ddp", "fsdp"}
     assert "no stage 'x'" in cli("plan", "pipeline.yaml", "--stage", "x", code=2).stderr
+
+
+@pytest.mark.parametrize("amount", ["nan", "-5", "0", "inf"])
+def test_a_budget_is_an_amount(cli: Cli, amount: str):
+    cli("init", ".")
+    refused = cli("plan", "pipeline.yaml", "--stage", "train", "--budget-usd", amount, code=2).stderr
+    assert "is not an amount above 0" in refused
+
+
+def test_nodes_and_budgets_of_what_is_no_training_are_refused(cli: Cli):
+    cli("init", ".")
+    for words in (("--budget-usd", "5"), ("--nodes", "1..2")):
+        assert "of trainings" in cli("plan", "pipeline.yaml", "--stage", "corpus", *words, code=2).stderr
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused(cli: Cli):
+    cli.env["MLPIPE_CALIBRATE"] = "bogus"
+    assert "MLPIPE_CALIBRATE is 'bogus'\n  hint: write off" in cli("list", code=2).stderr
+    cli("--version")
+    cli.env["MLPIPE_CALIBRATE"] = "No"
+    cli("list")
 
 
 def test_plan_for_a_backend_is_what_would_run_there(tmp_path, monkeypatch):

@@ -105,7 +105,10 @@ def test_bad_input(cli: Cli) -> None:
     idle = "kubernetes.patches=[{target: {kind: PodGroup}, strategic: {}}]"
     assert "fits no PodGroup" in cli(*RENDER, "--set", idle, code=2).stderr
     (cli.folder / "file").write_text("")
-    assert "cannot be written" in cli(*RENDER, "--out", "file", code=2).stderr
+    for out in ("file", "file/below"):
+        told = cli(*RENDER, "--out", out, code=2).stderr
+        assert f"error: {out}: " in told
+        assert "is a file" in told.split("hint: ")[1]
 
 
 def test_an_error_of_the_lint_is_told_once(cli: Cli) -> None:
