@@ -133,7 +133,7 @@ def command_line(plan: Plan, scratch: Path) -> tuple[list[str], dict[str, str]]:
     if plan.kind.runs != "command":
         return argv, env
     folder = str(scratch / "output")
-    argv = placeholders.fill(list(plan.work.argv), {"output": folder})
+    argv, env = placeholders.fill([list(plan.work.argv), env], {"output": folder})
     return argv, {**env, environment.OUTPUT: folder}
 
 

@@ -383,8 +383,9 @@ def test_what_dry_run_prints_is_what_runs(cli: Cli):
     show = (
         'echo "$0 $1" > "$1/seen"; env | grep -E "^(MLPIPE_|GREETING)" | grep -v DRIVER | sort >> "$1/seen"'
     )
+    greeting = {"env": {"GREETING": "hello {{{{ {{output}}"}}
     later = [*shell('echo "$0 $1" > "$0/seen"')[:3], "{{output}}", "{{{{ {{stages.a.output}}/seen"]
-    write_spec(cli.folder, {"a": shell(show), "b": later}, {"b": ["a"]}, a={"env": {"GREETING": "hello"}})
+    write_spec(cli.folder, {"a": shell(show), "b": later}, {"b": ["a"]}, a=greeting)
     printed = cli.json("submit", "pipeline.yaml", "--run-id", "r", "--dry-run")
     assert not cli.store.exists()
     cli("run", "pipeline.yaml", "--run-id", "r")
@@ -394,6 +395,7 @@ def test_what_dry_run_prints_is_what_runs(cli: Cli):
     assert (cli.store / "runs/r/stages/b/outputs/files/seen").read_text() == seen_later
     plan = json.loads((cli.store / "runs/r/stages/a/attempt-1/plan.json").read_text())
     assert stage["plan"] == plan
+    assert stage["env"]["GREETING"] == f"hello {{{{ {stage['argv'][-1]}"
     seen = (cli.store / "runs/r/stages/a/outputs/files/seen").read_text().splitlines()
     assert seen[0] == " ".join(stage["argv"][-2:])
     ours = {name: value for name, value in cli.env.items() if name.startswith("MLPIPE_")}
