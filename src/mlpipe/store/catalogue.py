@@ -180,6 +180,8 @@ def verify(store: Store, prefix: str) -> list[str]:
     try:
         manifest = load_manifest(store, prefix)
     except StoreError as error:
+        if not isinstance(error, DamagedError) and error.kind != "input":
+            raise
         return [error.told]
     return [error.told for error in damages(store, prefix, manifest["blobs"])]
 
@@ -192,12 +194,12 @@ def damages(store: Store, prefix: str, blobs: Sequence[Blob]) -> Iterator[StoreE
         yield from missing or _corrupt_blocks(store, blob)
 
 
-def _corrupt_blocks(store: Store, blob: Blob) -> Iterator[StoreError]:
+def _corrupt_blocks(store: Store, blob: Blob) -> Iterator[DamagedError]:
     buffer = memoryview(bytearray(min(blob["block_bytes"], blob["size_bytes"])))
     for start in range(0, blob["size_bytes"], blob["block_bytes"]):
         try:
             read_blob(store, blob, start, buffer[: blob["size_bytes"] - start])
-        except StoreError as error:
+        except DamagedError as error:  # not of a store that cannot be read now
             yield error
 
 

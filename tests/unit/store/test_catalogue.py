@@ -255,6 +255,18 @@ def test_any_flipped_bit_and_any_cut_is_found(tmp_path, position, bit, cut):
     store.delete([info.key for info in store.list("")])
 
 
+@pytest.mark.parametrize("method", ["get", "get_into"])
+def test_a_store_that_goes_away_is_not_called_damage(store, method, monkeypatch):
+    prefix = save(store, 1)
+
+    def gone(*_, **__):
+        raise StoreError("cannot be reached", where=store.url)
+
+    monkeypatch.setattr(store, method, gone)
+    with pytest.raises(StoreError, match="cannot be reached"):
+        catalogue.verify(store, prefix)
+
+
 # manifests from strangers
 
 _JUNK = st.recursive(
