@@ -54,10 +54,10 @@ class Simulated(Backend):
         work = pipeline.stage(STAGE).work
         args: Mapping[str, Any] = {**work.model.args, "validates": work.validate_ is not None}
         steps: int = work.steps
-        with self._lock:
-            self.started[run.run_id] += 1
         lease = HeldLease(store, run.run_id)
         lease.__enter__()
+        with self._lock:
+            self.started[run.run_id] += 1
         thread = threading.Thread(
             target=self._drive, args=(store, run.run_id, dict(args), steps, lease), daemon=True
         )

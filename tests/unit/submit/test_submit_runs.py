@@ -403,13 +403,14 @@ def test_what_dry_run_prints_is_what_runs(cli: Cli):
 
 
 def test_a_command_that_asks_for_more_gpus_than_there_are_says_so_and_runs(cli: Cli):
-    gpus = {"resources": {"gpus_per_node": 2, "gpu": "H100-80GB"}}
-    write_spec(cli.folder, {"a": shell("true"), "b": shell("true")}, a=gpus)
-    for visible, said in {"0": 1, "0,1": 0}.items():
+    three, one = ({"resources": {"gpus_per_node": number, "gpu": "H100-80GB"}} for number in (3, 1))
+    write_spec(cli.folder, {"a": shell("true"), "b": shell("true")}, a=three, b=one)
+    for visible, said in {"0": "is 1", "0,1": "are 2"}.items():
         cli.env["CUDA_VISIBLE_DEVICES"] = visible
-        done = cli("run", "pipeline.yaml", "--run-id", f"r{said}")
-        assert done.stderr.count("asks for 2 GPUs, of 1 here: its command runs all the same") == said
-        assert states(cli, f"r{said}") == {"a": "done", "b": "done"}
+        done = cli("run", "pipeline.yaml", "--run-id", f"r{visible[-1]}")
+        assert done.stderr.count("asks for") == 1
+        assert f"'a' asks for 3 GPUs, and there {said} here: its command runs all the same" in done.stderr
+        assert states(cli, f"r{visible[-1]}") == {"a": "done", "b": "done"}
 
 
 def test_logs_can_be_cut_and_followed(cli: Cli):

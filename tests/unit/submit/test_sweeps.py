@@ -43,7 +43,7 @@ from mlpipe.submit import backends, driver, process_executor
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease
 from mlpipe.submit.submission import Console, Submission
-from mlpipe.submit.sweeps import controller, slots
+from mlpipe.submit.sweeps import cancel, controller, slots
 from mlpipe.submit.sweeps.cancel import cancel_sweep
 from mlpipe.submit.sweeps.controller import STOPPED, drive_sweep
 from mlpipe.submit.sweeps.create import create
@@ -104,7 +104,11 @@ def stop_first_trial(store: FolderStore, why: str) -> None:
     """Until its driver has let go."""
     runs.request_cancel(store, "s-000", why)
     until(lambda: runs.read_run(store, "s-000").state == "cancelled", "the trial to stop")
-    until(lambda: runs.read_run(store, "s-000").driver is None, "its driver to let go")
+    let_go(store, "s-000")
+
+
+def let_go(store: FolderStore, run_id: str) -> None:
+    until(lambda: runs.read_run(store, run_id).driver is None, "its driver to let go")
 
 
 def drive_until_all_run(store: FolderStore, number: int) -> None:
@@ -555,6 +559,23 @@ def test_cancel_asks_a_live_controller(store, tmp_path):
     assert sweeps_state[0].message == "by hand"
 
 
+def test_cancel_waits_for_a_controller_that_has_ended_to_let_go(store, tmp_path, monkeypatch):
+    """Which left a trial that waits for a deletion."""
+    made(store, tmp_path, {"model.args.waits": [True]})
+    runs.update_run(
+        store, "s", lambda run: replace(run, state="cancelled", stages={"000": StageState("running", 1)})
+    )
+    with HeldLease(store, "s") as held:
+        monkeypatch.setattr(cancel, "time", Scenario())
+        with pytest.raises(SubmitError, match="has not stopped within 5 s"):
+            cancel_sweep(store, "s", "by hand", timeout_seconds=5)
+        scenario = Scenario(lambda: None, held.__exit__)
+        monkeypatch.setattr(cancel, "time", scenario)
+        assert cancel_sweep(store, "s", "by hand", timeout_seconds=5).message == "by hand"
+    assert not scenario.moments
+    assert states(store) == {"000": "skipped"}
+
+
 def test_asha_stops_what_is_not_among_the_best_at_a_rung_saved_and_once(store, tmp_path):
     over = {"model.args.floor": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], "model.args.rungs": [[2, 4]]}
     more = {"method": "asha", "trials": 6, "eta": 2, "min_steps": 2, "seed": 1}
@@ -855,43 +876,87 @@ def test_a_trial_that_ended_without_a_controller_is_gone_on_with_if_the_sweep_st
     assert Simulated.started["s-000"] == drivers
 
 
-def test_a_trial_whose_checkpoints_are_being_deleted_waits_for_that_and_goes_on(store, tmp_path):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_trial_whose_checkpoints_are_being_deleted_waits_for_that_and_goes_on(
+    store, tmp_path, monkeypatch, late
+):
     """It was taken for driven, and for ended as its sweep had stopped it; no other takes its place. What it
-    waits for is said once."""
+    waits for is said once, and a stop waits for it again once it runs. `late`: the deletion begins while it
+    gets its driver."""
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=1)
     drive_until_all_run(store, 1)
     stop_first_trial(store, STOPPED)
-    Simulated.go.set()
     seen: list[dict[str, str]] = []
-    console = Heard()
+    console, stop = Heard(), StopRequest()
+    held, whole = HeldLease(store, "s-000", deletes=True), Simulated.start_driver
+
+    def start_driver(self: Simulated, *more: Any) -> None:
+        if not seen:
+            held.__enter__()
+        whole(self, *more)
 
     def watch(sweep: RunState) -> None:
         seen.append(states(store))
         if len(seen) == 3:
             held.__exit__()
+        if sum(Simulated.started.values()) == 2:
+            stop.request("cancelled", "enough")
 
-    with HeldLease(store, "s-000", deletes=True) as held:
-        assert drive(store, watch=watch, console=console).state == "done"
+    if late:
+        monkeypatch.setattr(Simulated, "start_driver", start_driver)
+    else:
+        held.__enter__()
+    assert drive(store, watch=watch, console=console, stop=stop).state == "cancelled"
+    assert seen[:3] == [{"000": "running", "001": "pending"}] * 3
     (told,) = console.notes
     assert told.startswith(
         f"trial 000 waits: checkpoints of run s-000 are being deleted by process {os.getpid()}"
     )
-    assert seen[:3] == [{"000": "running", "001": "pending"}] * 3
-    assert dict(Simulated.started) == {"s-000": 2, "s-001": 1}
-
-
-def test_a_sweep_that_is_stopped_leaves_a_trial_whose_checkpoints_are_being_deleted(store, tmp_path):
-    """No driver is begun for it only to be stopped, and nobody waits for the deletion."""
-    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=1)
-    drive_until_all_run(store, 1)
-    stop_first_trial(store, STOPPED)
-    stop = StopRequest()
-    with HeldLease(store, "s-000", deletes=True):
-        ended = drive(store, stop=stop, watch=lambda sweep: stop.request("cancelled", "enough"))
-    assert (ended.state, ended.message) == ("cancelled", "enough")
-    assert dict(Simulated.started) == {"s-000": 1}
+    assert states(store) == {"000": "cancelled", "001": "pending"}
+    let_go(store, "s-000")
     Simulated.go.set()
     assert drive(store).state == "done"
+    assert dict(Simulated.started) == {"s-000": 3, "s-001": 1}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_sweep_that_is_stopped_leaves_a_trial_whose_checkpoints_are_being_deleted(
+    store, tmp_path, monkeypatch, ends
+):
+    """Nobody waits for the deletion. Where it `ends` while another trial saves, no driver is begun only to be
+    stopped. Who goes on waits for it, though no other trial is left."""
+    made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=2)
+    drive_until_all_run(store, 2)
+    stop_first_trial(store, STOPPED)
+    stop, whole = StopRequest(), runs.cancel_requested
+    other: list[str] = []
+
+    def cancel_requested(of: Any, run_id: str) -> str | None:
+        return whole(of, run_id) if len(other) > 3 else None  # it is slow to save
+
+    def watch(sweep: RunState) -> None:
+        other.append(sweep.stages["001"].state)
+        assert other.count("cancelled") < 2, "the sweep waits"
+        stop.request("cancelled", "enough")
+        if ends and len(other) == 2:
+            held.__exit__()
+
+    monkeypatch.setattr(runs, "cancel_requested", cancel_requested)
+    with HeldLease(store, "s-000", deletes=True) as held:
+        ended = drive(store, stop=stop, watch=watch)
+    assert (ended.state, ended.message) == ("cancelled", "enough")
+    assert states(store) == {"000": "running", "001": "cancelled"}
+    assert dict(Simulated.started) == {"s-000": 1, "s-001": 1}
+    let_go(store, "s-001")
+    Simulated.go.set()
+
+    def until_the_other_is_done(sweep: RunState) -> None:
+        if sweep.stages["001"].state == "done":
+            held.__exit__()
+
+    with HeldLease(store, "s-000", deletes=True) as held:
+        drive(store, watch=until_the_other_is_done)
+    assert states(store) == {"000": "done", "001": "done"}
 
 
 def test_trials_that_would_have_no_gpu_are_refused_before_anything_is_written(store, tmp_path, monkeypatch):

@@ -38,8 +38,8 @@ class LocalBackend(Backend):
             # of workers that is an error; what a program does without is its own affair
             if asked > num_gpus and stage.kind.runs == "command" and submission.stage in (None, stage.name):
                 console.note(
-                    f"stage {stage.name!r} asks for {asked} GPUs, of {num_gpus} here: "
-                    "its command runs all the same"
+                    f"stage {stage.name!r} asks for {asked} GPUs, and there "
+                    f"{'is' if num_gpus == 1 else 'are'} {num_gpus} here: its command runs all the same"
                 )
 
     def check_plan(self, plan: Plan) -> None:

@@ -22,7 +22,8 @@ def cancel_sweep(store: Store, sweep_id: str, why: str, *, timeout_seconds: floa
     `timeout_seconds` are over."""
     deadline = time.monotonic() + timeout_seconds
     sweep = runs.read_run(store, sweep_id)
-    while sweep.state not in runs.RUN_ENDED and leases.lease_is_live(sweep.driver):
+    # one that has ended may have left a trial, and its controller lets go a moment later
+    while (sweep.is_under_way or sweep.state not in runs.RUN_ENDED) and leases.lease_is_live(sweep.driver):
         runs.request_cancel(store, sweep_id, why)
         if time.monotonic() > deadline:
             raise SubmitError(

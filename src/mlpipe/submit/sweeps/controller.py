@@ -305,7 +305,7 @@ class _Controller:
 
     def _begin(self, name: str, *, adopt: bool = False) -> None:
         """Anew, or again where the run is there already; `adopt`: see `_driven`."""
-        is_new, is_told = name not in self._following, name in self._deleted
+        is_told = name in self._deleted
         self._deleted.discard(name)
         try:
             run = self._driven(name, adopt=adopt)
@@ -314,8 +314,7 @@ class _Controller:
             if not is_told:
                 self._console.note(f"trial {name} waits: {error.message}")
             self._deleted.add(name)
-            if is_new:
-                self._following.pop(name, None)
+            self._following.pop(name, None)
         except MlpipeError as error:
             if isinstance(error, StoreError) and error.kind == "infrastructure":
                 raise
