@@ -189,8 +189,10 @@ def _placeholder(name: str, kind: Kind | None, before: set[str], graph: Graph) -
     if name in placeholders.FIXED:
         return None
     stage = placeholders.stage_of(name)
-    if stage in before and stage in graph.stages and _has_output(graph.stages[stage]):
-        return None
+    if stage in before and stage in graph.stages:
+        kind = kind_of(graph.stages[stage])
+        if kind is None or kind.has_output:  # of one that does nothing that is told
+            return None
     makers = [each for each in sorted(before) if each in graph.stages and _has_output(graph.stages[each])]
     if stage is None:
         known = [*placeholders.FIXED, *(f"stages.{maker}.output" for maker in makers)]
