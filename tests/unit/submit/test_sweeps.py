@@ -285,6 +285,32 @@ def test_a_stop_saves_all_trials_and_a_resume_goes_on_with_what_was_stopped(stor
     assert runs.read_run(store, "s-002").stages["fit"].attempt == 2
 
 
+def test_a_trial_whose_driver_has_not_let_go_yet_goes_on(store, tmp_path, monkeypatch):
+    """The sweep goes on just after its stop: the trial has ended, and its lease is live."""
+    made(store, tmp_path, {"model.args.waits": [True]}, max_parallel=1)
+    seen, release, is_driven = threading.Event(), HeldLease.__exit__, leases.is_driven
+
+    def leave(self, *error):
+        assert self._run_id != "s-000" or seen.wait(60)
+        release(self, *error)
+
+    def look(store, run):
+        driven = is_driven(store, run)
+        if driven and run.run_id == "s-000" and run.state == "cancelled":
+            seen.set()
+        return driven
+
+    monkeypatch.setattr(HeldLease, "__exit__", leave)
+    monkeypatch.setattr(leases, "is_driven", look)
+    stop = StopRequest()
+    watch = lambda sweep: Simulated.started and stop.request("interrupted", "stopped by SIGINT")  # noqa: E731
+    assert drive(store, stop=stop, watch=watch).state == "cancelled"
+    assert not seen.is_set()
+    Simulated.go.set()
+    assert drive(store).state == "done"
+    assert dict(Simulated.started) == {"s-000": 2}
+
+
 def test_a_trial_that_somebody_cancels_stays_so_until_somebody_resumes_it(store, tmp_path):
     made(store, tmp_path, {"model.args.waits": [True], "seed": "0..1"}, max_parallel=2)
     asked = False

@@ -24,7 +24,7 @@ from mlpipe.store import leases, runs, sweeps
 from mlpipe.store.base import Store
 from mlpipe.store.runs import RunState, RunStatus, StageState
 from mlpipe.submit import backends, seal
-from mlpipe.submit.adopt import DriveRequest
+from mlpipe.submit.adopt import LET_GO_SECONDS, DriveRequest
 from mlpipe.submit.batch import METHODS, Batch
 from mlpipe.submit.executor import StopRequest
 from mlpipe.submit.held_lease import HeldLease, update_held
@@ -333,6 +333,12 @@ class _Controller:
                 hint="delete it, or choose another --sweep-id",
                 kind="input",
             )
+        deadline = time.monotonic() + LET_GO_SECONDS
+        while run.state in ("failed", "cancelled") and leases.is_driven(store, run):
+            if time.monotonic() > deadline:  # its driver has said how it ended, and does not let go
+                break
+            time.sleep(0.05)
+            run = runs.read_run(store, run_id)
         if run.state == "done" or leases.is_driven(store, run):
             return run
         if adopt and run.state in runs.RUN_ENDED and run.message not in (STOPPED, _TERMINATED):
