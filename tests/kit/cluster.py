@@ -359,7 +359,7 @@ def cluster(
 
     disk: for the gigabytes that nodes unpack, if `folder` has no room. kueue: with it comes JobSet.
     fake_nodes: of kwok (see `Addons.kwok`). Raises ServerMissingError, which says what to install, when this
-    machine cannot run one, ClusterError when something did not start."""
+    machine cannot run one, ClusterError when something ended, AssertionError when it was not up in time."""
     check_machine()
     wanted = {"jobset": jobset or kueue, "kueue": kueue, "kwok": fake_nodes}
     for name in ("kube", "coredns", "pause", *(name for name, needed in wanted.items() if needed)):

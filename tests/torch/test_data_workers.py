@@ -26,7 +26,7 @@ from mlpipe.plan.model import ModelPlan
 from mlpipe.train.data.datasets import open_dataset
 from mlpipe.train.data.first_samples import changes, digest, digests
 from mlpipe.train.data.loader import MicrobatchLoader, ReadAhead
-from mlpipe.train.data.microbatch import Microbatch, collate
+from mlpipe.train.data.microbatch import Collated, Microbatch, collate, samples_of
 from mlpipe.train.prepare import _other_firsts
 from mlpipe.train.steps_ahead import Growth, StepsAhead, steps_ahead
 from mlpipe.train.world import World
@@ -345,3 +345,21 @@ def test_a_sample_that_is_flipped_at_random_is_no_other_one(more, num_notes):
     dataset = Flipped([True, True, False, False, *more])
     before, now = (digests(dataset, data, collate(dataset, np.zeros(2, np.int64))) for _ in range(2))
     assert len(changes(dataset, data, before, now)) == num_notes
+
+
+def test_a_function_that_refuses_to_put_more_looks_together_hinders_nothing():
+    """No training may have asked for such a batch: of one source alone, or of so many samples."""
+
+    def numbers(base: int) -> Entry:
+        return Entry("kit.own_data:numbers", {"size": 9, "base": base})
+
+    dataset, data, now = mixed(numbers(100), numbers(200))
+    *_, before = mixed(numbers(300), numbers(400))
+    assert len(changes(dataset, data, before, now)) == 2
+
+    def refuse(samples):
+        raise ValueError(f"room for 1 sample, not {len(samples)}")
+
+    picky = Collated(samples_of(dataset), refuse, "own:refuse")
+    assert changes(picky, data, before, now) == []
+    assert digests(picky, data, collate(dataset, np.zeros(2, np.int64))).split()[1] == "-"

@@ -196,7 +196,9 @@ class Pricer:
             communication=choices.communication,
             context_exchange=layout.context_exchange,
             used_ratio=needed / available,
-            host_bytes=slowest.work.activations.offloaded_bytes + self._host_bytes(layout, slowest.work),
+            host_bytes=max(
+                one.work.activations.offloaded_bytes + self._host_bytes(layout, one.work) for one in ranks
+            ),
         )
 
     def _host_bytes(self, layout: Layout, work: RankWork) -> int:

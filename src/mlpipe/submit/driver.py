@@ -191,7 +191,8 @@ def _committed_outputs(store: Store, former: RunState) -> dict[str, StageState]:
 def _say_what_is_waited_for(former: RunState, note: Callable[[str], None]) -> None:
     """If a driver is gone from stages that were running."""
     if names := [name for name, stage in former.stages.items() if stage.state == "running"]:
-        note(f"the driver of run {former.run_id} is gone: waits until {', '.join(names)} has saved and ended")
+        left = f"what is left of {', '.join(names)}"
+        note(f"the driver of run {former.run_id} is gone: waits until {left} has saved and ended")
 
 
 def cancel(

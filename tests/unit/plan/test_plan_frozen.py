@@ -56,6 +56,18 @@ def test_of_a_part_of_the_model() -> None:
     assert SECOND.parameters.of(Part(num_blocks=1, is_first=False)).trained.total <= 132
 
 
+def test_what_no_backward_pass_reaches_in_a_part_of_the_model() -> None:
+    """The first block; a pipeline's stages may each have blocks that are reached."""
+    half, stage = Part(tp=2), Part(num_blocks=2, is_last=False)
+    assert SECOND.parameters.unreached == SECOND.parameters.block == 128
+    assert SECOND.parameters.of(half).unreached == SECOND.parameters.of(half).block == 60 + 8
+    assert SECOND.parameters.of(stage).unreached == 0
+    for part, is_less in ((Part(), True), (half, True), (stage, False)):
+        step = STEP._replace(part=part)
+        saved = [total(shape.activations(step, "cpu").saved) for shape in (SECOND, TINY)]
+        assert (saved[0] < saved[1]) is is_less
+
+
 def test_an_embedding_that_is_trained_is_looked_up() -> None:
     untied = Dense(replace(TINY.config, tied=False))
     alone, head = (Frozen(untied, ("layers.*", "norm*", but)).parameters for but in ("lm_head*", "embed*"))

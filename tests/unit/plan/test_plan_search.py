@@ -15,7 +15,7 @@ from mlpipe.plan.choose import ROOM_WINDOW, Candidate, cheaper, choose, verdict
 from mlpipe.plan.hardware import GIB, Hardware
 from mlpipe.plan.kernels import Kernels
 from mlpipe.plan.mesh import Mesh
-from mlpipe.plan.pricing import Pricer
+from mlpipe.plan.pricing import Pricer, layout_of
 from mlpipe.plan.scaling import scale_stage
 from mlpipe.plan.settings import CHECKPOINTING
 from mlpipe.plan.shapes import dense
@@ -105,6 +105,21 @@ def test_bounds_are_below_every_layout_of_the_data_axes(
                 assert found.memory is not None
                 assert found.memory.total >= num_bytes
                 assert found.step_seconds >= seconds
+
+
+def test_the_host_has_room_for_the_fullest_rank_of_a_pipeline() -> None:
+    """Of which the head's is not the slowest here."""
+    changes = "train.offload=optimizer", "train.resources.gpu=L40S", "train.activation_checkpointing=none"
+    spec, shape, hardware = asked(*sized("llama-3b", 2, 96, 2048), *changes)
+    pricer, choices = (
+        Pricer(shape, candidates._training(spec), hardware),
+        candidates.Choices(1, "none", "bf16"),
+    )
+    ((strategy, mesh),) = search.layouts(Mesh(pp=8, tp=2), hardware)
+    layout = layout_of(strategy, mesh)
+    ranks = [pricer._on_one_rank(choices, mesh, part) for part in pricer._parts(mesh)]
+    on_hosts = [pricer._host_bytes(layout, rank.work) for rank in ranks]
+    assert pricer.candidate(strategy, mesh, choices, asked=True).host_bytes == max(on_hosts) > min(on_hosts)
 
 
 @pytest.mark.parametrize("preset", ["llama-8b", "llama-3b"])

@@ -264,7 +264,7 @@ def test_a_killed_driver_takes_its_stages_along_and_resume_goes_on(cli: Cli):
     assert "nobody drives it: mlpipe resume r" in cli("list").stdout
     (cli.folder / "go").touch()
     resumed = cli("resume", "r")
-    assert "the driver of run r is gone: waits until a has saved and ended" in resumed.stderr
+    assert "the driver of run r is gone: waits until what is left of a has saved and ended" in resumed.stderr
     document = cli.json("status", "r")
     assert document["state"] == "done"
     assert [stage["attempt"] for stage in document["stages"].values()] == [1, 2]

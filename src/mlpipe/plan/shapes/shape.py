@@ -142,6 +142,7 @@ def _of_part(whole: ParameterCounts, part: Part) -> "ParameterCounts":
         trained_only=None if whole.trained_only is None else _trained_of_part(whole.trained_only, part),
         stacks=stacks,
         looked_up=-(-whole.looked_up // part.tp) * part.is_first,
+        unreached=whole.unreached // max(1, whole.block) * block if part.num_blocks is None else 0,
     )
 
 

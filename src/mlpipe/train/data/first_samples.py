@@ -24,7 +24,7 @@ def digests(dataset: Any, plan: DataPlan, twice: Batch) -> str | None:
     if isinstance(samples_of(dataset), Streams):
         return None
     words = [
-        _UNKNOWN if own.dataset is None else digest(_looks(dataset, number, 2) if number else twice, 2)
+        _UNKNOWN if own.dataset is None else _seen(dataset, number, 2) if number else digest(twice, 2)
         for number, own in enumerate(plan.sources)
     ]
     return " ".join(words) if {*words} != {_UNKNOWN} else None
@@ -39,9 +39,7 @@ def changes(dataset: Any, plan: DataPlan, before: str, now: str) -> list[str]:
         f"the first sample{f' of source {number}' if plan.mix else ''} is another one than at the "
         "checkpoint: unless samples are drawn at random, the data have changed"
         for number, (former, word) in words
-        if _UNKNOWN not in (former, word)
-        and word != former
-        and word == digest(_looks(dataset, number, _LOOKS), _LOOKS)
+        if _UNKNOWN not in (former, word) and word != former and word == _seen(dataset, number, _LOOKS)
     ]
 
 
@@ -65,8 +63,12 @@ def _bytes(value: torch.Tensor) -> bytes:
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _looks(dataset: Any, source: int, number: int) -> Batch:
-    """A batch of so many times the first sample of a source."""
+def _seen(dataset: Any, source: int, number: int) -> str:
+    """`digest` of a batch of so many times the first sample of a source; '-' where a function of the user's
+    refuses such a batch, which no training may have asked of it."""
     samples = samples_of(dataset)
     first = samples.starts[source] if isinstance(samples, Mixture) else 0
-    return collate(dataset, np.full(number, first, dtype=np.int64))
+    try:
+        return digest(collate(dataset, np.full(number, first, dtype=np.int64)), number)
+    except Exception:
+        return _UNKNOWN
