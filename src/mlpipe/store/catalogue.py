@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -186,17 +186,21 @@ def verify(store: Store, prefix: str) -> list[str]:
     return [error.told for error in damages(store, prefix, manifest["blobs"])]
 
 
-def damages(store: Store, prefix: str, blobs: Sequence[Blob]) -> Iterator[StoreError]:
-    """Reads every byte of `blobs` of the checkpoint at `prefix`, each once: what is wrong with them."""
+def damages(
+    store: Store, prefix: str, blobs: Sequence[Blob], raise_if_stopped: Callable[[], None] = lambda: None
+) -> Iterator[StoreError]:
+    """Reads every byte of `blobs` of the checkpoint at `prefix`, each once: what is wrong with them. Calls
+    `raise_if_stopped` before each block, and raises what it does."""
     sizes = {info.key: info.size_bytes for info in store.list(prefix)}
     for blob in blobs:
         missing = [DamagedError(problem) for problem in missing_objects(blob, sizes)]
-        yield from missing or _corrupt_blocks(store, blob)
+        yield from missing or _corrupt_blocks(store, blob, raise_if_stopped)
 
 
-def _corrupt_blocks(store: Store, blob: Blob) -> Iterator[DamagedError]:
+def _corrupt_blocks(store: Store, blob: Blob, raise_if_stopped: Callable[[], None]) -> Iterator[DamagedError]:
     buffer = memoryview(bytearray(min(blob["block_bytes"], blob["size_bytes"])))
     for start in range(0, blob["size_bytes"], blob["block_bytes"]):
+        raise_if_stopped()
         try:
             read_blob(store, blob, start, buffer[: blob["size_bytes"] - start])
         except DamagedError as error:  # not of a store that cannot be read now

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -45,11 +45,20 @@ class Model:
     lineage: dict[str, Any]
 
 
-def promote(store: Store, name: str, alias: str | None, prefix: str, lineage: Mapping[str, Any]) -> int:
+def promote(
+    store: Store,
+    name: str,
+    alias: str | None,
+    prefix: str,
+    lineage: Mapping[str, Any],
+    raise_if_stopped: Callable[[], None] = lambda: None,
+) -> int:
     """Makes the checkpoint at `prefix` the next version of model `name`, points `alias` at it, and returns
     the version. Only tensors named `model.*` are taken; what they lie in is read first. Two promoters at once
-    get two versions. `lineage`: JSON (run, stage, spec digest, git commit, data digest, metrics). Raises
-    StoreError (input) for bad names and a checkpoint without a model; DamagedError: nothing is written."""
+    get two versions. `lineage`: JSON (run, stage, spec digest, git commit, data digest, metrics).
+    `raise_if_stopped`: called until anything is written, before each block that is read. Raises what that
+    does; StoreError (input) for bad names, and a checkpoint without a model or removed meanwhile;
+    DamagedError: nothing is written."""
     _check_name(name)
     if alias is not None:
         _check_alias(alias)
@@ -58,8 +67,16 @@ def promote(store: Store, name: str, alias: str | None, prefix: str, lineage: Ma
     if not tensors:
         raise StoreError("the checkpoint holds no model", where=prefix, kind="input")
     used = sorted({chunk["blob"] for tensor in tensors.values() for chunk in tensor["chunks"]})
-    for error in damages(store, prefix, [source["blobs"][index] for index in used]):
+    for error in damages(store, prefix, [source["blobs"][index] for index in used], raise_if_stopped):
+        if not store.exists(f"{prefix}/{MANIFEST}"):  # which a deletion takes first
+            raise StoreError(
+                "the checkpoint was removed while it was read",
+                where=prefix,
+                hint="mlpipe checkpoints list shows those that there are",
+                kind="input",
+            )
         raise error
+    raise_if_stopped()
     version = _claim(store, name)
     key = _version_key(name, version)
     blobs, tensors = _moved(source, tensors, used, prefix, key)

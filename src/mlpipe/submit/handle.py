@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mlpipe._core.errors import MlpipeError
+from mlpipe._core.errors import MlpipeError, SubmitError
 from mlpipe.plan.plan import Plan
 from mlpipe.store.base import Store
 from mlpipe.store.outcome import NODE_FAULT, AttemptOutcome, read_outcome
@@ -67,15 +67,25 @@ class ThreadedHandle(ABC):
 
 
 class InDriver(ThreadedHandle):
-    """What the driver does itself: store calls with their own deadlines, too short to be stopped half-way."""
+    """What the driver does itself. It stops between two store calls, which have their own deadlines, as long
+    as it has written nothing; from then on it goes through."""
 
     def __init__(self, store: Store, plan: Plan) -> None:
         super().__init__(store, plan)
         self._thread.start()
 
     def _work(self) -> Ended:
-        outcome = self._plan.kind.part("driver").run(self._store, self._plan)
+        try:
+            outcome = self._plan.kind.part("driver").run(self._store, self._plan, self._raise_if_stopped)
+        except SubmitError as error:
+            if error.kind != "cancelled":
+                raise
+            return Ended("cancelled", error.message)
         return Ended("done", exit_code=0, outcome=outcome)
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopping:
+            raise SubmitError("stopped before it was done", kind="cancelled")
 
 
 def ended_by(outcome: AttemptOutcome) -> Ended:

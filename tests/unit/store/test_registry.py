@@ -111,6 +111,20 @@ def test_a_damaged_model_is_not_promoted(store, damage, told):
     assert registry.promote(store, "lm", "best", prefix, {}) == 2
 
 
+def test_a_checkpoint_that_is_removed_while_it_is_promoted_is_not_called_damaged(store, monkeypatch):
+    prefix, load = checkpoint(store), registry.load_manifest
+
+    def removed(*of):
+        manifest = load(*of)
+        catalogue.discard(store, prefix)
+        return manifest
+
+    monkeypatch.setattr(registry, "load_manifest", removed)
+    with pytest.raises(StoreError, match="removed while it was read") as caught:
+        registry.promote(store, "lm", "best", prefix, {})
+    assert (caught.value.kind, list(store.list("models"))) == ("input", [])
+
+
 def test_a_version_is_found_by_where_it_came_from(store):
     prefix, began = checkpoint(store), time.time()
     for run in ("a", "b", "a"):

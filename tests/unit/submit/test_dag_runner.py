@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from mlpipe.kinds.command.plan import CommandPlan
 from mlpipe.kinds.promote import driver as promotion
 from mlpipe.kinds.promote.plan import PromotePlan
 from mlpipe.plan.plan import Launch, Plan
-from mlpipe.store import leases, outputs, registry, runs, wanted
+from mlpipe.store import catalogue, leases, outputs, registry, runs, wanted
 from mlpipe.store.base import Store
 from mlpipe.store.open import open_store
 from mlpipe.store.runs import RunState, StageState
 from mlpipe.submit.adopt import DriveRequest
 from mlpipe.submit.dag_runner import DagRunner, Drive
 from mlpipe.submit.executor import Ended, Slots, StopRequest
+from mlpipe.submit.handle import InDriver
 from mlpipe.submit.local import LocalBackend
 
 pytestmark = pytest.mark.unit
@@ -462,6 +464,52 @@ def test_a_late_attempt_looks_through_the_versions_once(
     monkeypatch.setattr(registry, "find_version", counted)
     assert promotion.run(store, promote_plan(store, 5))["version"] == 4
     assert len(looks) == 1
+
+
+@pytest.mark.parametrize("block", [1, 7])  # of 7
+def test_a_promotion_that_is_stopped_while_it_reads_registers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """It reads no further block, and the alias stays where it was."""
+    store = open_store(str(tmp_path))
+    runs.create_run(store, "r", "", "digest", ["train", "promote"], "kubernetes", {})
+    registry.promote(store, "lm", "best", saver.save(store, 7), {})
+    saver.save(store, 8)
+    before, reads, read = list(store.list("models")), [], catalogue.read_blob
+    reached, stopped, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def held(*of: Any) -> None:
+        reads.append(of)
+        if len(reads) == block:
+            reached.set()
+            assert stopped.wait(30)
+        read(*of)
+
+    class Followed(InDriver):
+        def _follow(self) -> None:
+            super()._follow()
+            ended.set()
+
+    monkeypatch.setattr(catalogue, "read_blob", held)
+    handle = Followed(store, promote_plan(store, 1))
+    assert reached.wait(30)
+    handle.terminate()
+    stopped.set()
+    assert ended.wait(30)
+    assert handle.poll() == Ended("cancelled", "stopped before it was done")
+    assert (len(reads), list(store.list("models"))) == (block, before)
+
+
+def test_a_damaged_checkpoint_that_is_promoted_by_hand_is_promoted_by_hand_again(tmp_path: Path) -> None:
+    """The run is done: its resume would train nothing."""
+    store = open_store(str(tmp_path))
+    runs.create_run(store, "r", "", "digest", ["train"], "process", {})
+    store.put(f"{saver.save(store, 7)}/model-0", saver.expected(8, "model-0"))
+    for alias, told in (("best", " --alias best"), (None, "")):
+        with pytest.raises(DamagedError) as caught:
+            promotion.promote(store, "r", PromotePlan("train", None, "lm", alias))
+        again = f"mlpipe models promote r --as lm{told} --stage train"
+        assert caught.value.hint == f"mlpipe checkpoints discard r 7, then {again}"
 
 
 def test_what_needs_a_skipped_stage_is_skipped():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from mlpipe._core.errors import DamagedError, MlpipeError, SubmitError
@@ -18,7 +19,7 @@ from mlpipe.store.registry import Model
 _log = logging.getLogger(__name__)
 
 
-def run(store: Store, plan: Plan) -> dict[str, Any]:
+def run(store: Store, plan: Plan, raise_if_stopped: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """The outcome of the stage in run.json. A driver that died may have made the version and not said so, in
     this attempt or one before: then the next one makes no other. Raises what `promote` raises."""
     promotion = plan.part(PromotePlan)
@@ -28,7 +29,9 @@ def run(store: Store, plan: Plan) -> dict[str, Any]:
         return {"step": step, "message": "dry run: nothing was registered"}
     made = _made(store, plan, promotion)
     if made is None:
-        version, checkpoint = promote(store, plan.run_id, promotion, attempt=plan.attempt_key)
+        version, checkpoint = promote(
+            store, plan.run_id, promotion, attempt=plan.attempt_key, raise_if_stopped=raise_if_stopped
+        )
         step = checkpoint.step
     else:
         version, step = made.version, made.step
@@ -64,11 +67,16 @@ def _told(store: Store, plan: Plan, promotion: PromotePlan, version: int) -> dic
 
 
 def promote(
-    store: Store, run_id: str, plan: PromotePlan, *, attempt: str | None = None
+    store: Store,
+    run_id: str,
+    plan: PromotePlan,
+    *,
+    attempt: str | None = None,
+    raise_if_stopped: Callable[[], None] = lambda: None,
 ) -> tuple[int, Checkpoint]:
     """Promote the checkpoint that `plan.evaluate_stage` evaluated (without one: the latest). Returns the
     version and the checkpoint. `attempt`: key of the attempt of the stage that does so; None: a person.
-    Raises SubmitError if there is no checkpoint, or its gate did not pass; DamagedError."""
+    Raises SubmitError if there is no checkpoint, or its gate did not pass; what `registry.promote` does."""
     run = runs.read_run(store, run_id)
     stage_key = f"runs/{run_id}/stages/{plan.train_stage}"
     chosen, metrics = _chosen(store, run_id, plan)
@@ -92,9 +100,13 @@ def promote(
     if (start := run.meta.get("init_from", {}).get(plan.train_stage)) is not None:
         lineage["init_from"] = start["found"]
     try:
-        version = registry.promote(store, plan.model_name, plan.alias, chosen.key, lineage)
+        version = registry.promote(store, plan.model_name, plan.alias, chosen.key, lineage, raise_if_stopped)
     except DamagedError as error:
-        error.hint = f"mlpipe checkpoints discard {run_id} {chosen.step}, then mlpipe resume {run_id}"
+        again = f"resume {run_id}"
+        if attempt is None:  # a resume of a run that is done trains nothing
+            alias = "" if plan.alias is None else f" --alias {plan.alias}"
+            again = f"models promote {run_id} --as {plan.model_name}{alias} --stage {plan.train_stage}"
+        error.hint = f"mlpipe checkpoints discard {run_id} {chosen.step}, then mlpipe {again}"
         raise
     return version, chosen
 
