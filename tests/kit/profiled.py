@@ -44,13 +44,15 @@ class Copies(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.big = torch.ones(2**23)  # no buffer: those travel
+        # No buffers: those travel. No new memory: it is filled first where a training is deterministic, and
+        # the first touch of its pages may take longer than all copies.
+        self.big, self.wide = torch.ones(2**23), torch.ones(2**23, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        big = self.big
         for _ in range(4):
-            big = big.double().float()
-        return x + big[0] * 0
+            self.wide.copy_(self.big)
+            self.big.copy_(self.wide)
+        return x + self.big[0] * 0
 
 
 class Lags(nn.Module):

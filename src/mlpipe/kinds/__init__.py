@@ -8,7 +8,8 @@ A stage's kind is the key under which its file has it: `train: {...}`. A layer l
     build.py    plan(pipeline, stage, given) -> (PLAN, Launch)                                     (plan)
     report.py   section(stage: StageView) -> Html, on the report's page                            (observe)
     worker.py   run(session, PLAN, progress) -> Outcome, in each rank; of what runs in workers     (train)
-    driver.py   run(store, plan) -> its outcome in run.json; of what the driver itself does        (submit)
+    driver.py   run(store, plan, raise_if_stopped) -> its outcome in run.json; of what the driver
+                itself does. `raise_if_stopped()`: for before each long call                       (submit)
 """
 
 from __future__ import annotations

@@ -453,7 +453,7 @@ def test_a_late_attempt_looks_through_the_versions_once(
         registry.promote(store, "lm", None, prefix, {"attempt": f"of another {other}"})
     store.put(f"{prefix}/model-0", saver.expected(8, "model-0"))
     with pytest.raises(DamagedError, match=r"block 0 is corrupt(.|\n)*mlpipe checkpoints discard r 7, then"):
-        promotion.run(store, promote_plan(store, 5))
+        promotion.run(store, promote_plan(store, 5), lambda: None)
     store.put(f"{prefix}/model-0", saver.expected(7, "model-0"))
     looks, find = [], registry.find_version
 
@@ -462,7 +462,7 @@ def test_a_late_attempt_looks_through_the_versions_once(
         return find(*of, **more)
 
     monkeypatch.setattr(registry, "find_version", counted)
-    assert promotion.run(store, promote_plan(store, 5))["version"] == 4
+    assert promotion.run(store, promote_plan(store, 5), lambda: None)["version"] == 4
     assert len(looks) == 1
 
 

@@ -19,7 +19,7 @@ from mlpipe.store.registry import Model
 _log = logging.getLogger(__name__)
 
 
-def run(store: Store, plan: Plan, raise_if_stopped: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def run(store: Store, plan: Plan, raise_if_stopped: Callable[[], None]) -> dict[str, Any]:
     """The outcome of the stage in run.json. A driver that died may have made the version and not said so, in
     this attempt or one before: then the next one makes no other. Raises what `promote` raises."""
     promotion = plan.part(PromotePlan)
