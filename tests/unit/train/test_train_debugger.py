@@ -49,7 +49,7 @@ def test_a_rank_that_cannot_give_the_terminal_back_leaves_all_the_same(monkeypat
     monkeypatch.setattr(os, "_exit", codes.append)
     lender = subprocess.Popen(["true"])
     ended = os.pidfd_open(lender.pid)
-    lender.wait()
+    lender.wait(60)
     for leave in (stop._leave_at_once, lambda: debugger._leave_with(ended)):
         with suppress(ValueError):  # from behind an _exit that returns
             leave()

@@ -333,10 +333,12 @@ class _Controller:
                 hint="delete it, or choose another --sweep-id",
                 kind="input",
             )
-        deadline = time.monotonic() + LET_GO_SECONDS
-        while run.state in ("failed", "cancelled") and leases.is_driven(store, run):
-            if time.monotonic() > deadline:  # its driver has said how it ended, and does not let go
-                break
+        deadline = time.monotonic() + LET_GO_SECONDS  # for a driver that has said how it ended
+        while (
+            run.state in ("failed", "cancelled")
+            and leases.is_driven(store, run)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
             run = runs.read_run(store, run_id)
         if run.state == "done" or leases.is_driven(store, run):
